@@ -1,0 +1,26 @@
+"""Every environment variable pretune reads, in one place. Read at call time, not at import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """Folder for what pretune keeps between runs: ``PRETUNE_CACHE``, else the XDG cache folder."""
+    explicit = os.environ.get("PRETUNE_CACHE")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "pretune"
+
+
+def num_threads() -> int | None:
+    """Threads for ONNX Runtime and for measuring: ``PRETUNE_NUM_THREADS``; None means detect."""
+    value = os.environ.get("PRETUNE_NUM_THREADS")
+    return int(value) if value and value.isdigit() and int(value) > 0 else None
+
+
+def debug() -> bool:
+    """``PRETUNE_DEBUG=1``: show stack traces instead of one-line errors."""
+    return os.environ.get("PRETUNE_DEBUG", "") not in ("", "0")
