@@ -1,0 +1,116 @@
+"""From an imported Relax module to the one that is tuned: parameters bound, constants and batch norms folded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tvm
+
+_CONVS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
+
+
+def prepare_relax(mod: tvm.IRModule, params: dict[str, Any] | None = None) -> tvm.IRModule:
+    """Bind parameters and fold everything that does not depend on the program's inputs.
+
+    Weights stay constants of the Relax module, outside the functions that are tuned: those take them as
+    arguments. A linear layer's weight is transposed here, not by a task of its own; batch norms go into the
+    convolution before them, or else are decomposed.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Module with a Relax function ``main``, as an importer returned it.
+    params : dict, optional
+        Values of parameters by name, when they are still inputs.
+    """
+    from tvm import relax
+
+    with tvm.transform.PassContext(opt_level=3):
+        if params:
+            mod = relax.transform.BindParams("main", params)(mod)
+        mod = relax.transform.FoldConstant()(mod)
+        mod = tvm.IRModule({**mod.functions, mod.get_global_var("main"): fold_batch_norm(mod["main"])}, attrs=mod.attrs)
+        steps = [
+            # What is left of batch norm, dropout and the like.
+            relax.transform.DecomposeOpsForInference("main"),
+            relax.transform.CanonicalizeBindings(),
+            relax.transform.FoldConstant(),
+            relax.transform.DeadCodeElimination(["main"]),
+        ]
+        return tvm.transform.Sequential(steps)(mod)
+
+
+def fold_batch_norm(func: Any) -> Any:
+    """Fold inference batch norms into the weights of the convolution (1-D to 3-D, with or without bias) before.
+
+    TVM's own pass, ``FoldBatchnormToConv2D``, knows only 2-D convolutions without bias.
+    """
+    from tvm import relax
+    from tvm.relax.dpl import TupleGetItemPattern, is_const, is_op, rewrite_call, wildcard
+
+    data, weight, bias = wildcard(), is_const(), is_const()
+    gamma, beta, mean, variance = is_const(), is_const(), is_const(), is_const()
+    uses = _uses(func)
+
+    for op in _CONVS:
+        conv = is_op(op)(data, weight)
+        for has_bias in (False, True):
+            before = is_op("relax.add")(conv, bias) if has_bias else conv
+            norm = is_op("relax.nn.batch_norm")(before, gamma, beta, mean, variance)
+
+            def rewrite(
+                expr: Any, matches: Any, conv: Any = conv, norm: Any = norm, before: Any = before
+            ) -> Any:
+                conv_call, norm_call, before_call = matches[conv], matches[norm], matches[before]
+                weights = constant_value(matches[weight])
+                layout = conv_call.attrs.kernel_layout
+                # Someone else reads the convolution: folding would compute it twice.
+                shared = any(uses.get(call, 0) > 1 for call in (conv_call, before_call))
+                if layout[:2] != "OI" or norm_call.attrs.axis != 1 or norm_call.attrs.training or shared:
+                    return expr
+                ones = (1,) * (weights.ndim - 2)
+                stats = (gamma, beta, mean, variance)
+                values = {key: constant_value(matches[key]).astype("float64") for key in stats}
+                scale = 1.0 / np.sqrt(values[variance] + norm_call.attrs.epsilon)
+                if norm_call.attrs.scale:
+                    scale = scale * values[gamma]
+                shift = -values[mean]
+                if bias in matches:
+                    offset = constant_value(matches[bias]).astype("float64")
+                    if offset.size not in (1, scale.size):
+                        return expr
+                    shift = shift + offset.reshape(-1)
+                shift = shift * scale
+                if norm_call.attrs.center:
+                    shift = shift + values[beta]
+                folded = (weights * scale.reshape(-1, 1, *ones)).astype(weights.dtype)
+                call = relax.Call(conv_call.op, [conv_call.args[0], relax.const(folded)], conv_call.attrs)
+                return relax.op.add(call, relax.const(shift.reshape(1, -1, *ones).astype(weights.dtype)))
+
+            func = rewrite_call(TupleGetItemPattern(norm, 0), rewrite, func)
+    return func
+
+
+def constant_value(expr: Any) -> np.ndarray:
+    """Contents of a Relax constant; the attribute is called ``value`` from TVM 0.27 on."""
+    return (expr.value if hasattr(expr, "value") else expr.data).numpy()
+
+
+def _uses(func: Any) -> dict[Any, int]:
+    """How often the result of each call bound in a Relax function is read."""
+    from tvm import relax
+
+    bound: dict[Any, Any] = {}
+    counts: dict[Any, int] = {}
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            bound[binding.var] = binding.value
+            if isinstance(binding.value, relax.Call | relax.Tuple):
+                fields = binding.value.args if isinstance(binding.value, relax.Call) else binding.value.fields
+                for arg in fields:
+                    counts[arg] = counts.get(arg, 0) + 1
+            elif isinstance(binding.value, relax.TupleGetItem):
+                value = binding.value.tuple_value
+                counts[value] = counts.get(value, 0) + 1
+    return {value: counts.get(var, 0) for var, value in bound.items()}
