@@ -1,0 +1,341 @@
+"""The worker process: compiles candidates in process, times them, and may die at any moment.
+
+It is started by `pretune.measure.process`, never imported by a user. It answers one request at a time over a
+socket; its standard output and error are a temporary file of the parent, which reads its last line if the
+worker dies. Nothing here imports TVM before `main` has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import sys
+import time
+from collections import OrderedDict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+REPEATS = 3
+REPEAT_S = 0.010
+"""How long one repeat of a fast candidate lasts, in seconds."""
+SPEND_S = 0.25
+"""Repeats of a slow candidate stop once its runs took this long in all, in seconds."""
+ABSOLUTE_LIMIT_S = 0.05
+"""Where a candidate counts as slow when no best latency is known, in seconds."""
+FLOOR_S = 20e-6
+"""Calls shorter than this are never called slow: a call from Python is too coarse to tell."""
+_SIGNATURES_KEPT = 4
+_PR_SET_PDEATHSIG = 1
+
+
+class Request(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Base of what the parent asks for."""
+
+
+class Build(Request, frozen=True):
+    """Compile the module (JSON of `tvm.ir.save_json`) and keep its function as `index`."""
+
+    index: int
+    mod: str
+
+
+class Time(Request, frozen=True):
+    """Time a built candidate and drop it. `limit` in seconds per call; infinite for none."""
+
+    index: int
+    limit: float
+
+
+class Repeat(Request, frozen=True):
+    """One repeat of a built candidate; `number` calls, or 0 to choose."""
+
+    index: int
+    number: int
+
+
+class Outputs(Request, frozen=True):
+    """Call a built candidate once on seeded inputs; send the arguments in `want` and those that changed."""
+
+    index: int
+    seed: int
+    signed: bool
+    want: tuple[int, ...]
+
+
+class Drop(Request, frozen=True):
+    """Forget a built candidate."""
+
+    index: int
+
+
+class Calibrate(Request, frozen=True):
+    """Time the fixed kernel."""
+
+
+class Array(msgspec.Struct, array_like=True, frozen=True):
+    """One argument's contents."""
+
+    position: int
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Done(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """The request was carried out in `seconds`."""
+
+    seconds: float = 0.0
+    latencies: tuple[float, ...] = ()
+    stopped_early: bool = False
+    number: int = 0
+    arrays: tuple[Array, ...] = ()
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """TVM reported an error after `seconds`; the worker lives on."""
+
+    seconds: float = 0.0
+    error: str
+
+
+AnyRequest = Build | Time | Repeat | Outputs | Drop | Calibrate
+Reply = Done | Failed
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as one line, without the stack that TVM puts into its messages."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    keep = [line for line in lines if line and not line.startswith(("Traceback", "File ", "Stack trace"))]
+    name = type(error).__name__
+    text = keep[0] if keep else ""
+    return (text if text.startswith(name) else f"{name}: {text}")[:500]
+
+
+def random_array(
+    shape: tuple[int, ...], dtype: str, rng: np.random.Generator, low: float, signed: bool
+) -> np.ndarray:
+    """Random contents: floats of magnitude `low` to ``10 * low``, so no denormals; integers are 0 or 1, so that
+    they are valid indices."""
+    import ml_dtypes
+    import numpy as np
+
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    size = math.prod(shape)
+    if size == 0:
+        return np.zeros(shape, kind)
+    # A prime period: large arrays cost no random numbers, and no stride that a schedule uses divides it.
+    count = min(size, 65521)
+    if kind.kind in "biu":
+        values = rng.integers(0, 2, count)
+    else:
+        values = rng.uniform(low, 10 * low, count)
+        if signed:
+            values *= rng.choice((-1.0, 1.0), count)
+    return np.resize(values.astype(kind), shape)
+
+
+def to_numpy(array: Array) -> np.ndarray:
+    """The array that a message carries."""
+    import ml_dtypes
+    import numpy as np
+
+    dtype = np.dtype(getattr(ml_dtypes, array.dtype, array.dtype))
+    return np.frombuffer(array.data, dtype).reshape(array.shape)
+
+
+class Built:
+    """A compiled candidate."""
+
+    def __init__(self, text: str, target: Any, device: Any) -> None:
+        import tvm
+        from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+        from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
+
+        mod: Any = tvm.ir.load_json(text)
+        infos = [info.as_json() for info in ArgInfo.from_prim_func(mod["main"])]
+        self.signature = tuple((str(dtype), tuple(map(int, shape))) for _, dtype, shape in infos)
+        # As MetaSchedule's own builder does.
+        mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(mod)
+        self.module = tvm.compile(mod, target=target).jit()
+        # LLVM generates machine code when a function is first asked for: that belongs to the build.
+        self.function = self.module["main"]
+        self.device = device
+
+    def call(self, args: list[Any]) -> float:
+        """Run once; seconds."""
+        start = time.perf_counter()
+        self.function(*args)
+        self.device.sync()
+        return time.perf_counter() - start
+
+    def evaluate(self, args: list[Any], number: int, repeat: int) -> tuple[float, ...]:
+        """`repeat` averages over `number` calls, in seconds per call, after one call that does not count."""
+        timer = self.module.time_evaluator("main", self.device, number=number, repeat=repeat)
+        return tuple(map(float, timer(*args).results))
+
+
+def time_candidate(built: Built, args: list[Any], limit: float) -> Done:
+    """Time one candidate: a cold call, a warm one that decides, then `REPEATS` repeats of `REPEAT_S`.
+
+    Ordinary candidates take under 50 ms in all, slow ones two calls.
+    """
+    cold = built.call(args)
+    if cold > max(limit, 1.0):
+        return Done(latencies=(cold,), stopped_early=True, number=1)
+    warm = built.call(args)
+    if limit < warm < 1e-3:  # a hiccup of the machine shows up in one call of a fast candidate, not in three
+        warm = min(warm, built.call(args), built.call(args))
+    if warm > max(limit, FLOOR_S):
+        return Done(latencies=(warm,), stopped_early=True, number=1)
+    if warm > ABSOLUTE_LIMIT_S:
+        latencies, spent = [warm], cold + warm
+        while len(latencies) < REPEATS and spent + warm < SPEND_S:
+            latencies.append(built.call(args))
+            spent += latencies[-1]
+        return Done(latencies=tuple(latencies), number=1)
+    number = max(1, round(REPEAT_S / warm))
+    return Done(latencies=built.evaluate(args, number, REPEATS), number=number)
+
+
+class Worker:
+    """State of the worker process: the target, the compiled candidates, the argument arrays."""
+
+    def __init__(self, target: str) -> None:
+        import tvm
+
+        self.target: Any = tvm.ir.load_json(target)
+        kind = self.target.kind.name
+        self.device = tvm.runtime.device("cpu" if kind in ("llvm", "c") else kind)
+        self.built: dict[int, Built] = {}
+        self.arguments: OrderedDict[Any, list[Any]] = OrderedDict()
+        self.kernel: Built | None = None
+
+    def arrays(self, built: Built) -> list[Any]:
+        """Device arrays for a candidate's arguments, allocated once per signature."""
+        import numpy as np
+        import tvm
+
+        found = self.arguments.pop(built.signature, None)
+        if found is None:
+            rng = np.random.default_rng(0)
+            found = [
+                tvm.runtime.tensor(random_array(shape, dtype, rng, 0.01, False), device=self.device)
+                for dtype, shape in built.signature
+            ]
+            while len(self.arguments) >= _SIGNATURES_KEPT:
+                self.arguments.popitem(last=False)
+        self.arguments[built.signature] = found
+        return found
+
+    def handle(self, request: AnyRequest) -> Done:
+        """Carry out one request."""
+        match request:
+            case Build():
+                self.built[request.index] = Built(request.mod, self.target, self.device)
+                return Done()
+            case Time():
+                built = self.built.pop(request.index)
+                return time_candidate(built, self.arrays(built), request.limit)
+            case Repeat():
+                built = self.built[request.index]
+                args = self.arrays(built)
+                number = request.number
+                if number == 0:
+                    built.call(args)
+                    number = max(1, round(REPEAT_S / built.call(args)))
+                return Done(latencies=built.evaluate(args, number, 1), number=number)
+            case Outputs():
+                return self.outputs(request)
+            case Drop():
+                self.built.pop(request.index, None)
+                return Done()
+            case Calibrate():
+                if self.kernel is None:
+                    self.kernel = Built(calibration_kernel(), self.target, self.device)
+                return Done(latencies=self.kernel.evaluate(self.arrays(self.kernel), 1, 7), number=1)
+
+    def outputs(self, request: Outputs) -> Done:
+        """Call once on fresh seeded arrays."""
+        import numpy as np
+        import tvm
+
+        built = self.built[request.index]
+        rng = np.random.default_rng(request.seed)
+        before = [random_array(shape, dtype, rng, 0.1, request.signed) for dtype, shape in built.signature]
+        args = [tvm.runtime.tensor(array, device=self.device) for array in before]
+        built.call(args)
+        arrays = []
+        for position, (old, arg) in enumerate(zip(before, args, strict=True)):
+            data = arg.numpy()
+            if position in request.want or data.tobytes() != old.tobytes():
+                arrays.append(Array(position, built.signature[position][0], data.shape, data.tobytes()))
+        return Done(arrays=tuple(arrays))
+
+
+def calibration_kernel() -> str:
+    """A fixed 384x384x384 float32 matmul, tiled, vectorised, on all threads: JSON of its module."""
+    import tvm
+    from tvm import s_tir, te
+
+    n = 384
+    a: Any = te.placeholder((n, n), "float32", name="A")
+    b: Any = te.placeholder((n, n), "float32", name="B")
+    k = te.reduce_axis((0, n), name="k")
+    c: Any = te.compute((n, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
+    schedule: Any = s_tir.Schedule(tvm.IRModule({"main": te.create_prim_func([a, b, c])}))
+    i, j, r = schedule.get_loops(schedule.get_sblock("C"))
+    i0, i1 = schedule.split(i, [None, 8])
+    j0, j1 = schedule.split(j, [None, 16])
+    schedule.reorder(i0, j0, r, i1, j1)
+    schedule.parallel(i0)
+    schedule.vectorize(j1)
+    schedule.unroll(i1)
+    return str(tvm.ir.save_json(schedule.mod))
+
+
+def main(fd: int, parent: int, target: str) -> None:
+    """Serve requests until the parent closes the socket or dies.
+
+    Parameters
+    ----------
+    fd : int
+        The worker's end of the socket pair.
+    parent : int
+        Process id of the parent.
+    target : str
+        The TVM target, as `tvm.ir.save_json` writes it.
+    """
+    # A worker inside LLVM does not see its socket close, so let the kernel end it with its parent.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    # If a candidate exhausts memory, the worker should go before the user's process does.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # `import tvm` would spend 2 s importing it
+    connection = Connection(fd)
+    worker = Worker(target)
+    encode = msgspec.msgpack.Encoder().encode
+    decode = msgspec.msgpack.Decoder(AnyRequest).decode
+    connection.send_bytes(encode(Done()))
+    while True:
+        try:
+            request = decode(connection.recv_bytes())
+        except EOFError:
+            return
+        start = time.perf_counter()
+        try:
+            reply: Reply = worker.handle(request)
+        except Exception as error:  # whatever TVM raises is the candidate's fault, not the worker's
+            reply = Failed(error=first_line(error))
+        reply.seconds = time.perf_counter() - start
+        connection.send_bytes(encode(reply))
