@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -151,6 +152,7 @@ class MeasurePool:
                 self._build(batch, finish)
                 with self._quiet():
                     for one in list(self._workers):
+                        time.sleep(worker.SPIN_S)
                         for job, build_s in list(one.built.values()):
                             limit = worker.ABSOLUTE_LIMIT_S if best is None else best * slow_factor
                             answer = self._call(one, worker.Time(job.index, limit), self.run_timeout)

@@ -29,7 +29,7 @@ _BOOT = """\
 import sys
 sys.path[:] = {path!r}
 from pretune.measure.worker import main
-main({fd}, {parent}, {target!r})
+main({fd}, {parent}, {target!r}, {num_threads})
 """
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -90,11 +90,9 @@ class WorkerProcess:
         self._log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  (lives as long as the worker)
         # The child looks for modules exactly where this process does, whatever changed sys.path.
         path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100  ("" is the working folder)
-        boot = _BOOT.format(path=path, fd=theirs.fileno(), parent=os.getpid(), target=target)
-        environment = {**os.environ, "TVM_NUM_THREADS": str(num_threads), "OMP_NUM_THREADS": str(num_threads)}
-        if len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
-            # TVM would pin its threads to the first cores of the machine, which may not be ours.
-            environment.setdefault("TVM_BIND_THREADS", "0")
+        boot = _BOOT.format(
+            path=path, fd=theirs.fileno(), parent=os.getpid(), target=target, num_threads=num_threads
+        )
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", boot],
@@ -102,7 +100,6 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env=environment,
                 start_new_session=True,  # Ctrl-C is for the parent, which then kills its workers
             )
         self.connection = Connection(ours.detach())
@@ -167,8 +164,9 @@ class WorkerProcess:
             how = f"worker died of {signal.Signals(-code).name}"
         else:
             how = f"worker exited with status {code}"
-        lines = text.split("\n") if text else []
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        # TVM's handler of signals prints a stack, a frame a line, which does not say what happened.
+        lines = [line.strip() for line in text.splitlines()]
+        last = next((line for line in reversed(lines) if line and not line.startswith(("File ", "0x"))), "")
         return f"{how}: {last[:300]}" if last else how
 
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ ABSOLUTE_LIMIT_S = 0.05
 """Where a candidate counts as slow when no best latency is known, in seconds."""
 FLOOR_S = 20e-6
 """Calls shorter than this are never called slow: a call from Python is too coarse to tell."""
+SPIN_S = 0.005
+"""How long TVM's threads spin at most after a call, in seconds, with the spin count that `main` sets."""
 _SIGNATURES_KEPT = 4
 _PR_SET_PDEATHSIG = 1
 
@@ -123,7 +126,7 @@ def first_line(error: BaseException) -> str:
 def random_array(
     shape: tuple[int, ...], dtype: str, rng: np.random.Generator, low: float, signed: bool
 ) -> np.ndarray:
-    """Random contents: floats of magnitude `low` to ``10 * low``, so no denormals; integers are 0 or 1, so that
+    """Random contents: floats of magnitude `low` to ``10 * low`` (no denormals); integers are 0 or 1, so that
     they are valid indices."""
     import ml_dtypes
     import numpy as np
@@ -209,15 +212,38 @@ def time_candidate(built: Built, args: list[Any], limit: float) -> Done:
 class Worker:
     """State of the worker process: the target, the compiled candidates, the argument arrays."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, num_threads: int) -> None:
+        self.everywhere = os.sched_getaffinity(0)
+        self.cores = pick_cores(num_threads)
+        self.bound = os.environ.get("TVM_BIND_THREADS", "1") == "1" and len(self.cores) == num_threads
+        os.environ["TVM_BIND_THREADS"] = "1" if self.bound else "0"
+
         import tvm
 
+        if self.bound:
+            one_core_per_thread = -2
+            tvm.get_global_func("runtime.config_threadpool")(
+                one_core_per_thread, num_threads, [str(core) for core in self.cores]
+            )
         self.target: Any = tvm.ir.load_json(target)
         kind = self.target.kind.name
         self.device = tvm.runtime.device("cpu" if kind in ("llvm", "c") else kind)
         self.built: dict[int, Built] = {}
         self.arguments: OrderedDict[Any, list[Any]] = OrderedDict()
         self.kernel: Built | None = None
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Hold this thread on its core.
+
+        TVM pins the other threads of its pool but lets this one, which does as much work, roam: now and then
+        it shares a core with one of them for hundreds of calls, and the candidate looks twice as slow.
+        """
+        os.sched_setaffinity(0, self.cores[:1] if self.bound else self.everywhere)
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, self.everywhere)
 
     def arrays(self, built: Built) -> list[Any]:
         """Device arrays for a candidate's arguments, allocated once per signature."""
@@ -244,15 +270,18 @@ class Worker:
                 return Done()
             case Time():
                 built = self.built.pop(request.index)
-                return time_candidate(built, self.arrays(built), request.limit)
+                args = self.arrays(built)
+                with self.pinned():
+                    return time_candidate(built, args, request.limit)
             case Repeat():
                 built = self.built[request.index]
                 args = self.arrays(built)
                 number = request.number
-                if number == 0:
-                    built.call(args)
-                    number = max(1, round(REPEAT_S / built.call(args)))
-                return Done(latencies=built.evaluate(args, number, 1), number=number)
+                with self.pinned():
+                    if number == 0:
+                        built.call(args)
+                        number = max(1, round(REPEAT_S / built.call(args)))
+                    return Done(latencies=built.evaluate(args, number, 1), number=number)
             case Outputs():
                 return self.outputs(request)
             case Drop():
@@ -261,7 +290,9 @@ class Worker:
             case Calibrate():
                 if self.kernel is None:
                     self.kernel = Built(calibration_kernel(), self.target, self.device)
-                return Done(latencies=self.kernel.evaluate(self.arrays(self.kernel), 1, 7), number=1)
+                args = self.arrays(self.kernel)
+                with self.pinned():
+                    return Done(latencies=self.kernel.evaluate(args, 1, 60), number=1)
 
     def outputs(self, request: Outputs) -> Done:
         """Call once on fresh seeded arrays."""
@@ -302,7 +333,19 @@ def calibration_kernel() -> str:
     return str(tvm.ir.save_json(schedule.mod))
 
 
-def main(fd: int, parent: int, target: str) -> None:
+def pick_cores(count: int) -> list[int]:
+    """CPUs to run `count` threads on, at first one a physical core; fewer if there are not as many."""
+    first, siblings, seen = [], [], set()
+    for cpu in sorted(os.sched_getaffinity(0)):
+        core = str(cpu)
+        with contextlib.suppress(OSError):
+            core = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+        (siblings if core in seen else first).append(cpu)
+        seen.add(core)
+    return (first + siblings)[:count]
+
+
+def main(fd: int, parent: int, target: str, num_threads: int) -> None:
     """Serve requests until the parent closes the socket or dies.
 
     Parameters
@@ -313,6 +356,8 @@ def main(fd: int, parent: int, target: str) -> None:
         Process id of the parent.
     target : str
         The TVM target, as `tvm.ir.save_json` writes it.
+    num_threads : int
+        Threads of a candidate that runs.
     """
     # A worker inside LLVM does not see its socket close, so let the kernel end it with its parent.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -322,8 +367,11 @@ def main(fd: int, parent: int, target: str) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     sys.modules["torch"] = None  # type: ignore[assignment]  # `import tvm` would spend 2 s importing it
+    os.environ["TVM_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    # Idle threads of TVM spin for some 50 ms by default, which the next worker would feel; now for 3 ms.
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "20000")
     connection = Connection(fd)
-    worker = Worker(target)
+    worker = Worker(target, num_threads)
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(AnyRequest).decode
     connection.send_bytes(encode(Done()))
