@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from pretune.intake.program import Program, TensorSpec, parse_shape_options, program_from_exported
-from pretune.intake.task import Task, select_tasks, tasks_of_relax
+from pretune.intake.load import FORMATS, load_program
+from pretune.intake.program import Program, TensorSpec, parse_shape_options
+from pretune.intake.task import Task, make_task, select_tasks, tasks_of_relax
+from pretune.intake.torch_export import program_from_exported
 
 __all__ = [
+    "FORMATS",
     "Program",
     "Task",
     "TensorSpec",
+    "load_program",
+    "make_task",
     "parse_shape_options",
     "program_from_exported",
     "select_tasks",

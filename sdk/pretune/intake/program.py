@@ -103,7 +103,9 @@ def check_shapes(declared: Mapping[str, Sequence[int | str]], shapes: Shapes) ->
     for name, shape in shapes.items():
         if name not in declared:
             known = ", ".join(f"{key} ({shape_text(dims)})" for key, dims in declared.items())
-            raise InputError(f"--shape names the input {name!r}, which does not exist; the inputs are: {known}")
+            raise InputError(
+                f"--shape names the input {name!r}, which does not exist; the inputs are: {known}"
+            )
         dims = declared[name]
         if len(shape) != len(dims):
             raise InputError(
@@ -113,22 +115,24 @@ def check_shapes(declared: Mapping[str, Sequence[int | str]], shapes: Shapes) ->
         for axis, (given, dim) in enumerate(zip(shape, dims, strict=True)):
             if isinstance(dim, int) and dim != given:
                 raise InputError(
-                    f"--shape {name}={shape_text(shape)} sets dimension {axis} to {given}, but input {name!r} "
-                    f"fixes it at {dim}: {shape_text(dims)}"
+                    f"--shape {name}={shape_text(shape)} sets dimension {axis} to {given}, but input "
+                    f"{name!r} fixes it at {dim}: {shape_text(dims)}"
                 )
     result: dict[str, tuple[int, ...]] = {}
     for name, dims in declared.items():
         if name in shapes:
             result[name] = tuple(int(dim) for dim in shapes[name])
             continue
-        for axis, dim in enumerate(dims):
-            if isinstance(dim, str):
-                # A batch of one is the usual wish; the rest is for the user to fill in.
-                example = [d if isinstance(d, int) else 1 if i == 0 else d.upper() for i, d in enumerate(dims)]
-                raise InputError(
-                    f"input {name!r} has the dynamic dimension {axis} ({dim}) in {shape_text(dims)}; give all its "
-                    f"dimensions, as in: --shape {name}={shape_text(example)}"
-                )
+        dynamic = [f"{axis} ({dim})" for axis, dim in enumerate(dims) if isinstance(dim, str)]
+        if dynamic:
+            # A batch of one is the usual wish; other sizes only the user knows.
+            example = [d if isinstance(d, int) else "N" if axis else 1 for axis, d in enumerate(dims)]
+            what = "dimension" if len(dynamic) == 1 else "dimensions"
+            hint = ", with numbers for N" if "N" in example else ""
+            raise InputError(
+                f"input {name!r} has the dynamic {what} {', '.join(dynamic)}; give its shape, as in: "
+                f"--shape {name}={shape_text(example)}{hint}"
+            )
         result[name] = tuple(int(dim) for dim in dims)
     return result
 
@@ -184,7 +188,9 @@ def program_from_relax(
     )
     tasks = tasks_of_relax(mod, target)
     if not tasks:
-        raise InputError(f"{name}: nothing to tune: the program has no function with a block and static shapes")
+        raise InputError(
+            f"{name}: nothing to tune: the program has no function with a block and static shapes"
+        )
     return Program(name, "relax", mod, tasks, inputs, tuple(outputs), source)
 
 
@@ -205,53 +211,12 @@ def program_from_prim_func(func: Any, *, name: str | None = None, source: Path |
     return Program(name or task.name, "tir", task.mod, (task,), inputs, (), source)
 
 
-def program_from_exported(
-    exported: Any,
-    *,
-    target: tvm.target.Target | None = None,
-    name: str = "program",
-    shapes: Shapes | None = None,
-    source: Path | None = None,
-) -> Program:
-    """Import a ``torch.export.ExportedProgram``; its parameters become constants.
-
-    Parameters
-    ----------
-    exported : torch.export.ExportedProgram
-        The program, exported in evaluation mode.
-    target : tvm.target.Target, optional
-        What it will be compiled for; a plain CPU if absent.
-    name : str
-        Name of the program.
-    shapes : mapping of str to sequence of int, optional
-        Values for dynamic inputs.
-    source : Path, optional
-        The file it came from.
-
-    Raises
-    ------
-    InputError
-        If TVM's importer lacks an operator (named in the message), or the program cannot be tuned.
-    """
-    import torch
-    from tvm.relax.frontend.torch import from_exported_program
-
-    # PyTorch's own decompositions, but for those that turn one matrix product into copies around a batched one.
-    table = torch.export.default_decompositions()
-    for op in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default):
-        table.pop(op, None)
-    try:
-        exported = exported.run_decompositions(table)
-        mod = from_exported_program(exported, keep_params_as_input=False, run_ep_decomposition=False)
-    except Exception as error:  # assertion, type and index errors of the importer and of torch
-        raise InputError(f"{name}: TVM cannot import this PyTorch program: {first_line(error)}") from error
-    return program_from_relax(mod, target=target or tvm.target.Target("llvm"), name=name, shapes=shapes, source=source)
-
-
 def first_line(error: BaseException) -> str:
     """First line of an error that says something, without TVM's trace."""
     lines = [line.strip() for line in str(error).splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("Traceback", "File ", "During handling"))]
+    lines = [
+        line for line in lines if line and not line.startswith(("Traceback", "File ", "During handling"))
+    ]
     text = re.sub(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ", "", lines[0]) if lines else ""
     return text[:300] or type(error).__name__
 
@@ -273,7 +238,7 @@ def _dims(param: Any) -> list[int | str] | None:
     return [int(dim) if isinstance(dim, tvm.tirx.IntImm) else str(dim) for dim in shape]
 
 
-def _with_main(mod: tvm.IRModule, name: str) -> tvm.IRModule:
+def _with_main(mod: Any, name: str) -> Any:
     """Module whose entry is called ``main``."""
     from tvm import relax
 
@@ -296,13 +261,17 @@ def _bind_dims(
     """Put numbers in the place of the symbolic dimensions of the inputs."""
     from tvm import relax
 
-    values: dict[Any, int] = {}
-    derived: list[tuple[str, Any, int]] = []
+    values: dict[Any, Any] = {}
     for param, shape in zip(params, shapes, strict=True):
         for dim, value in zip(_type(param).shape, shape, strict=True):
-            if isinstance(dim, tvm.tirx.Var):
-                if values.setdefault(dim, value) != value:
-                    raise InputError(f"{name}: --shape gives dimension {dim} both {values[dim]} and {value}")
-            elif not isinstance(dim, tvm.tirx.IntImm):
-                derived.append((_name(param), dim, value))
-    return relax.transform.BindSymbolicVars(values, "main")(mod) if values else mod
+            if isinstance(dim, tvm.tirx.Var) and int(values.setdefault(dim, value)) != value:
+                raise InputError(f"{name}: --shape gives dimension {dim} both {values[dim]} and {value}")
+    if values:
+        mod = relax.transform.BindSymbolicVars(values, "main")(mod)
+    for param, shape in zip(mod["main"].params, shapes, strict=True):
+        if _dims(param) != list(shape):  # a dimension such as 2*n that does not follow the others
+            raise InputError(
+                f"{name}: --shape {_name(param)}={shape_text(shape)} contradicts the other dimensions, which "
+                f"make it {shape_text(_dims(param) or ())}"
+            )
+    return mod

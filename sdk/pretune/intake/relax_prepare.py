@@ -1,4 +1,4 @@
-"""From an imported Relax module to the one that is tuned: parameters bound, constants and batch norms folded."""
+"""From an imported Relax module to the one that is tuned: parameters bound, constants folded."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import tvm
 
+from pretune.native_log import quiet_native
+
 _CONVS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 
 
-def prepare_relax(mod: tvm.IRModule, params: dict[str, Any] | None = None) -> tvm.IRModule:
+def prepare_relax(mod: tvm.IRModule, params: dict[Any, Any] | None = None) -> tvm.IRModule:
     """Bind parameters and fold everything that does not depend on the program's inputs.
 
     Weights stay constants of the Relax module, outside the functions that are tuned: those take them as
@@ -26,11 +28,12 @@ def prepare_relax(mod: tvm.IRModule, params: dict[str, Any] | None = None) -> tv
     """
     from tvm import relax
 
-    with tvm.transform.PassContext(opt_level=3):
+    with quiet_native(), tvm.transform.PassContext(opt_level=3):
         if params:
             mod = relax.transform.BindParams("main", params)(mod)
         mod = relax.transform.FoldConstant()(mod)
-        mod = tvm.IRModule({**mod.functions, mod.get_global_var("main"): fold_batch_norm(mod["main"])}, attrs=mod.attrs)
+        mod = mod.clone()
+        mod["main"] = fold_batch_norm(mod["main"])
         steps = [
             # What is left of batch norm, dropout and the like.
             relax.transform.DecomposeOpsForInference("main"),
@@ -42,7 +45,7 @@ def prepare_relax(mod: tvm.IRModule, params: dict[str, Any] | None = None) -> tv
 
 
 def fold_batch_norm(func: Any) -> Any:
-    """Fold inference batch norms into the weights of the convolution (1-D to 3-D, with or without bias) before.
+    """Fold inference batch norms into the convolution before, 1-D to 3-D, with or without bias.
 
     TVM's own pass, ``FoldBatchnormToConv2D``, knows only 2-D convolutions without bias.
     """

@@ -12,6 +12,7 @@ import tvm
 import tvm_ffi
 
 from pretune.errors import InputError, OptionError
+from pretune.native_log import quiet_native
 
 _STRUCTURAL_HASH_BITS = (1 << 64) - 1
 
@@ -109,8 +110,8 @@ def untunable(func: Any) -> str | None:
     for param, buffer in zip(func.params, parameter_buffers(func), strict=True):
         if buffer is None:
             return (
-                f"argument {param.name} is a scalar; only functions of buffers can be tuned: make it a buffer or "
-                "a constant with PrimFunc.specialize"
+                f"argument {param.name} is a scalar; only functions of buffers can be tuned: "
+                "make it a constant with PrimFunc.specialize"
             )
         for axis, dim in enumerate(buffer.shape):
             if not isinstance(dim, tirx.IntImm):
@@ -164,7 +165,7 @@ def tasks_of_relax(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Task, 
     from tvm.s_tir.meta_schedule.relax_integration import extract_tasks
 
     # As compile_relax runs them: under the target, with every optional pass of level 3.
-    with target, tvm.transform.PassContext(opt_level=3):
+    with quiet_native(), target, tvm.transform.PassContext(opt_level=3):
         lowered = tvm.transform.Sequential(lower_passes(target))(mod)
     tasks: dict[str, Task] = {}
     for extracted in extract_tasks(lowered, target, module_equality="ignore-tensor"):
