@@ -25,6 +25,7 @@ START_TIMEOUT = 120.0
 SLICE_S = 0.5
 """The most that a deadline advances between two looks at the clock, in seconds: a machine or a process group
 that was suspended does not make its candidates late."""
+_LOG_BYTES = 1 << 20
 _BOOT = """\
 import sys
 sys.path[:] = {path!r}
@@ -120,6 +121,8 @@ class WorkerProcess:
 
     def send(self, request: worker.AnyRequest, seconds: float) -> bool:
         """Hand a request with a deadline to an idle worker; False if it turns out to be dead."""
+        if os.fstat(self._log.fileno()).st_size > _LOG_BYTES:
+            os.ftruncate(self._log.fileno(), 0)
         try:
             self.connection.send_bytes(_encode(request))
         except OSError:
@@ -165,7 +168,7 @@ class WorkerProcess:
         else:
             how = f"worker exited with status {code}"
         # TVM's handler of signals prints a stack, a frame a line, which does not say what happened.
-        lines = [line.strip() for line in text.splitlines()]
+        lines = [line.strip(" !") for line in text.splitlines()]
         last = next((line for line in reversed(lines) if line and not line.startswith(("File ", "0x"))), "")
         return f"{how}: {last[:300]}" if last else how
 
