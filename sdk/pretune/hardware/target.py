@@ -13,6 +13,7 @@ import msgspec
 
 from pretune.errors import TargetError
 from pretune.hardware.hardware import Hardware, flags_of, isa_level_of, vector_bits_of
+from pretune.native_log import quiet_native
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -245,11 +246,14 @@ def _check_llvm(config: dict[str, Any]) -> None:
 
     triple = config.get("mtriple")
     # An unknown triple is a segfault later on.
-    if triple is not None and not codegen.llvm_is_valid_cpu("generic", str(triple)):
-        raise TargetError(
-            f"unknown target triple {triple!r}; this one's is {codegen.llvm_get_system_triple()}, "
-            "for ARM it is aarch64-linux-gnu"
-        )
+    if triple is not None:
+        with quiet_native():
+            known = codegen.llvm_is_valid_cpu("generic", str(triple))
+        if not known:
+            raise TargetError(
+                f"unknown target triple {triple!r}; this one's is {codegen.llvm_get_system_triple()}, "
+                "for ARM it is aarch64-linux-gnu"
+            )
     if config.get("mcpu") in ("native", "host"):
         config["mcpu"] = str(codegen.llvm_get_system_cpu())
     mcpu = config.get("mcpu")
@@ -268,7 +272,9 @@ def _check_llvm(config: dict[str, Any]) -> None:
         # LLVM reads a name without its sign as "off", and only warns of an unknown one.
         if not isinstance(entry, str) or entry[:1] not in ("+", "-"):
             raise TargetError(f"mattr entry {entry!r} needs a sign: +{entry} to use it, -{entry} not to")
-        if entry[1:] not in llvm_features({**base, "mattr": [f"+{entry[1:]}"]}):
+        with quiet_native():
+            with_it = llvm_features({**base, "mattr": [f"+{entry[1:]}"]})
+        if entry[1:] not in with_it:
             known = llvm_features(base) | set(flags_of("x86_64")) | set(flags_of("aarch64"))
             raise TargetError(f"LLVM does not know the feature {entry[1:]!r}{_similar(entry[1:], known)}")
 
