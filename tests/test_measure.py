@@ -66,8 +66,8 @@ def parallel(n: int) -> tvm.IRModule:
     return schedule.mod
 
 
-def children() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+def processes(pool: MeasurePool) -> list[psutil.Process]:
+    return [psutil.Process(one.process.pid) for one in pool._workers]
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def test_timing_threads_have_a_core_each(shared: MeasurePool) -> None:
     masks: list[dict[int, set[int]]] = []
 
     def look() -> None:
-        threads = [thread.id for thread in children()[0].threads()]
+        threads = [thread.id for thread in processes(shared)[0].threads()]
         masks.append({thread: os.sched_getaffinity(thread) for thread in threads})
 
     with on_event("begin time .*", threading.Timer(0.3, look).start):
@@ -269,10 +269,10 @@ def test_sigkill_costs_one_candidate(building: bool) -> None:
 def test_an_idle_worker_that_dies_costs_nothing() -> None:
     with MeasurePool(TARGET, workers=1) as pool:
         assert pool.measure([tiled(64)])[0].ok
-        children()[0].send_signal(signal.SIGKILL)
+        processes(pool)[0].send_signal(signal.SIGKILL)
         time.sleep(0.2)
         assert all(result.ok for result in pool.measure([tiled(64), matmul(64)]))
-        children()[0].send_signal(signal.SIGKILL)
+        processes(pool)[0].send_signal(signal.SIGKILL)
         time.sleep(0.2)
         assert pool.calibrate() > 0
 
@@ -282,11 +282,18 @@ def test_ctrl_c_ends_the_workers_and_the_pool_goes_on() -> None:
         main = threading.main_thread().ident
         assert main is not None
         interrupt = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT)).start
-        with on_event("begin build .*", interrupt), pytest.raises(KeyboardInterrupt):
+        workers: list[psutil.Process] = []
+
+        def act() -> None:
+            workers.extend(processes(pool))
+            interrupt()
+
+        with on_event("begin build .*", act), pytest.raises(KeyboardInterrupt):
             pool.measure([unrolled(32), unrolled(32)])
-        assert children() == []
+        assert len(workers) == 2 and not any(one.is_running() for one in workers)
         assert pool.measure([tiled(64)])[0].ok
-    assert children() == []
+        workers = processes(pool)
+    assert workers and not any(one.is_running() for one in workers)
 
 
 def test_workers_that_cannot_start_are_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
