@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,17 @@ def best_records(records: Iterable[Record], task_id: str, key: str) -> list[Reco
     return sorted(by_trace.values(), key=lambda record: record.latency)
 
 
+UNMEASURED_S = 1e6
+"""MetaSchedule has no record without a time: a choice that nobody measured comes after all that were."""
+
+
 def write_database(
-    records: Iterable[Record], tasks: Sequence[Task], target: Target, directory: str | Path, k: int = 8
+    records: Iterable[Record],
+    tasks: Sequence[Task],
+    target: Target,
+    directory: str | Path,
+    k: int = 8,
+    unmeasured: Mapping[str, list[Any]] | None = None,
 ) -> int:
     """Write the best schedules as a JSON database that stock TVM loads, queries and applies.
 
@@ -83,6 +92,9 @@ def write_database(
         comes at, they load and agree.
     k : int
         Records per task, at most.
+    unmeasured : mapping of str to list, optional
+        Traces by task id, chosen without measuring; written with `UNMEASURED_S` as their time, and only
+        for tasks without measured schedules.
 
     Returns
     -------
@@ -118,7 +130,10 @@ def write_database(
             for task in tasks:
                 ranked = best_records(records, task.task_id, key)
                 default = next((at for at, record in enumerate(ranked) if record.trace is None), len(ranked))
-                faster = _replay(ms, database, task, target, ranked[: min(default, k)])
+                traces = [(r.trace, r.latency, f"trial {r.trial}") for r in ranked[: min(default, k)]]
+                if not ranked and unmeasured and task.task_id in unmeasured:
+                    traces = [(unmeasured[task.task_id], UNMEASURED_S, "the model's choice")]
+                faster = _replay(ms, database, task, target, traces)
                 for record in faster:
                     database.commit_tuning_record(record)
                 count += bool(faster)
@@ -155,22 +170,22 @@ def _copy_old(ms: Any, old: Path, new: Path, tasks: Sequence[Task], key: str) ->
     ]
 
 
-def _replay(ms: Any, database: Any, task: Task, target: Target, ranked: Sequence[Record]) -> list[Any]:
-    """Tuning records of one task, as TVM has them."""
-    if not ranked:
+def _replay(ms: Any, database: Any, task: Task, target: Target, traces: Sequence[tuple[Any, float, str]]) -> list[Any]:
+    """Tuning records of one task, as TVM has them, of (trace, seconds, name to report it under)."""
+    if not traces:
         return []
     arguments = ms.arg_info.ArgInfo.from_prim_func(task.mod["main"])
     workload = database.commit_workload(task.mod)
     result = []
-    for record in ranked:
+    for trace, seconds, name in traces:
         try:
-            replayed = ms.database.TuningRecord.from_json([record.trace, None, None, None], workload)
+            replayed = ms.database.TuningRecord.from_json([trace, None, None, None], workload)
         except Exception as error:  # of whatever type the instruction raises that this TVM does not know
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            notice(f"{task.name}: trial {record.trial} does not replay and is left out: {reason[:200]}")
+            notice(f"{task.name}: {name} does not replay and is left out: {reason[:200]}")
             continue
         # One latency, the fastest repeat: MetaSchedule ranks by the mean.
-        result.append(ms.database.TuningRecord(replayed.trace, workload, [record.latency], target, arguments))
+        result.append(ms.database.TuningRecord(replayed.trace, workload, [seconds], target, arguments))
     return result
 
 

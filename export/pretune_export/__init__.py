@@ -1,0 +1,1 @@
+"""The training side of pretune: collect, train, evaluate, export, write cards."""

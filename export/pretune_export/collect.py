@@ -1,0 +1,223 @@
+"""Measure schedules of many tasks: resumable, noise-checked, written as it goes.
+
+The loop, per task: generate its design spaces, measure random candidates, then mutations of the best
+seen so far (so that the good end is dense), or candidates a trained model proposes. A batch during which
+the machine's speed moved is dropped and measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tvm
+from pretune.measure.pool import MeasurePool
+from pretune.space import Candidate, TaskSpace
+
+if TYPE_CHECKING:
+    from pretune.measure.result import Measured
+    from tvm.target import Target
+
+MAX_DRIFT = 0.10
+"""A batch is dropped when the calibration kernel's time moves by more than this fraction."""
+
+
+@dataclass
+class CollectOptions:
+    """How many candidates to measure per task and how to choose them.
+
+    Attributes
+    ----------
+    random : int
+        Random candidates in the first batch of a task.
+    mutated : int
+        Mutations of the best in each later batch.
+    rounds : int
+        Batches after the first.
+    elite : int
+        How many of the best candidates are mutated.
+    seed : int
+    slow_factor : float
+        A candidate this many times slower than the task's best is timed once only.
+    """
+
+    random: int = 24
+    mutated: int = 12
+    rounds: int = 2
+    elite: int = 4
+    seed: int = 0
+    slow_factor: float = 8.0
+
+
+@dataclass
+class Collector:
+    """Measures tasks one by one and appends what it learns to ``out``.
+
+    Parameters
+    ----------
+    target : tvm.target.Target
+    out : pathlib.Path
+        Folder; ``measured.jsonl`` gets a line per candidate, ``spaces.jsonl`` one per task, with the
+        instructions of its design spaces.
+    options : CollectOptions
+    pool : MeasurePool
+    propose : callable, optional
+        ``(task_space, n, seen, rng) -> [(space, row), ...]``: candidates of a model, in place of mutations.
+    """
+
+    target: Target
+    out: Path
+    options: CollectOptions
+    pool: MeasurePool
+    propose: Callable[..., list[tuple[int, np.ndarray]]] | None = None
+    policy: str = "mutation"
+    _done: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        for line in _lines(self.out / "done.jsonl"):
+            self._done.add(line["task"])
+
+    def run(self, tasks: list[dict[str, Any]], deadline: float = float("inf")) -> int:
+        """Measure `tasks` (lines of a corpus file) until done or until `deadline` (``time.time()``)."""
+        count = 0
+        for n, task in enumerate(tasks):
+            if task["id"] in self._done:
+                continue
+            if time.time() > deadline:
+                break
+            started = time.time()
+            try:
+                measured = self.task(task)
+            except Exception as error:  # One task that TVM cannot handle costs one task.
+                self._append("failed.jsonl", {"task": task["id"], "error": repr(error)[:500]})
+                measured = 0
+            self._append("done.jsonl", {"task": task["id"], "measured": measured})
+            self._done.add(task["id"])
+            count += measured
+            print(f"{n + 1}/{len(tasks)} {task['name'][:48]} {measured} in {time.time() - started:.1f} s", flush=True)
+        return count
+
+    def task(self, task: dict[str, Any]) -> int:
+        """Measure one task; returns the number of candidates written."""
+        options = self.options
+        rng = np.random.default_rng([options.seed, int(task["id"][:8], 16)])
+        space = TaskSpace.generate(tvm.ir.load_json(task["mod"]), self.target)
+        if space.is_trivial:
+            return 0
+        self._append("spaces.jsonl", {"task": task["id"], "spaces": [s.insts for s in space.spaces]})
+        seen: dict[int, float] = {}
+        elite: list[tuple[float, int, np.ndarray]] = []
+        written = 0
+        for round_ in range(1 + options.rounds):
+            if round_ == 0:
+                policy, wanted = "random", options.random
+                rows = sample(space, 2 * wanted, rng)
+            elif self.propose is not None:
+                policy, wanted = self.policy, options.mutated
+                rows = self.propose(space, wanted, seen, rng)
+            else:
+                policy, wanted = "mutation", options.mutated
+                rows = mutate_elite(space, elite[: options.elite], 4 * wanted, rng)
+            batch = materialise(space, rows, wanted, seen)
+            if not batch:
+                break
+            best = min((e[0] for e in elite), default=None)
+            results, calibration = self._measure([c for c, _ in batch], best)
+            stamp = datetime.now(UTC).isoformat(timespec="seconds")
+            for (candidate, row), result in zip(batch, results, strict=True):
+                seen[candidate.shash] = result.latency
+                if result.ok:
+                    elite.append((result.latency, candidate.space, row))
+                self._append(
+                    "measured.jsonl",
+                    {
+                        "task": task["id"],
+                        "space": candidate.space,
+                        "decisions": [d.tolist() for d in candidate.decisions],
+                        "ok": result.ok,
+                        "latencies": list(result.latencies),
+                        "error_kind": result.error_kind,
+                        "build_s": round(result.build_s, 4),
+                        "policy": policy,
+                        "calibration": calibration,
+                        "time": stamp,
+                    },
+                )
+                written += 1
+            elite.sort(key=lambda e: e[0])
+        return written
+
+    def _measure(self, batch: list[Candidate], best: float | None) -> tuple[list[Measured], list[float]]:
+        """Measure a batch between two calibrations; again, up to twice, if the machine's speed moved."""
+        for attempt in range(3):
+            before = self.pool.calibrate()
+            results = self.pool.measure([c.mod for c in batch], best=best, slow_factor=self.options.slow_factor)
+            after = self.pool.calibrate()
+            if abs(after / before - 1) <= MAX_DRIFT or attempt == 2:
+                break
+            print(f"calibration moved by {after / before - 1:+.0%}: batch measured again", flush=True)
+        return results, [before, after]
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with (self.out / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def sample(space: TaskSpace, n: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray]]:
+    """Random candidates as (space, option indices), spread evenly over the design spaces."""
+    out = []
+    for i in range(n):
+        k = i % len(space.spaces)
+        out.append((k, space.spaces[k].sample(1, rng)[0]))
+    return out
+
+
+def mutate_elite(
+    space: TaskSpace, elite: list[tuple[float, int, np.ndarray]], n: int, rng: np.random.Generator
+) -> list[tuple[int, np.ndarray]]:
+    """Mutations of the best candidates."""
+    out = []
+    for i in range(n if elite else 0):
+        _latency, k, row = elite[i % len(elite)]
+        out.append((k, space.spaces[k].mutate(row[None], rng)[0]))
+    return out
+
+
+def materialise(
+    space: TaskSpace, rows: list[tuple[int, np.ndarray]], wanted: int, seen: dict[int, float]
+) -> list[tuple[Candidate, np.ndarray]]:
+    """Materialise up to `wanted` candidates whose programs are new."""
+    batch: list[tuple[Candidate, np.ndarray]] = []
+    hashes = set(seen)
+    for k, row in rows:
+        candidate = space.materialise(k, row)
+        if candidate is not None and candidate.shash not in hashes:
+            hashes.add(candidate.shash)
+            batch.append((candidate, row))
+            if len(batch) == wanted:
+                break
+    return batch
+
+
+def read_corpus(path: Path) -> list[dict[str, Any]]:
+    """Lines of a corpus file (JSON lines, gzip when it ends in ``.gz``)."""
+    return list(_lines(path))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):  # A torn last line of a killed run.
+                yield json.loads(line)

@@ -1,0 +1,118 @@
+"""The three networks in torch; `pretune.model.WorldModel` runs their ONNX exports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from pretune.features.schema import ACTION, ACTION_TYPES, STATE_BLOCK, STATE_LOOP, SUMMARY
+from pretune.hardware.hardware import VECTOR_SIZE
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths of the networks."""
+
+    latent: int = 96
+    encoder_hidden: int = 96
+    action_hidden: int = 96
+    transition_hidden: int = 192
+    ranker_hidden: int = 256
+    embedding: int = 48
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Encoder(nn.Module):
+    """A program's rows -> its latent. Loops are pooled into their block, blocks into the program."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        h = sizes.encoder_hidden
+        self.loop = nn.Sequential(nn.Linear(len(STATE_LOOP), h), nn.ReLU(), nn.Linear(h, h), nn.ReLU())
+        self.block = nn.Sequential(nn.Linear(len(STATE_BLOCK) + 2 * h, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU())
+        self.out = nn.Linear(3 * h, sizes.latent)
+        self.norm = nn.LayerNorm(sizes.latent)
+
+    def forward(self, blocks: Tensor, loops: Tensor, mask: Tensor) -> Tensor:
+        """``blocks [n, B, .]``, ``loops [n, B, L, .]``, ``mask [n, B]`` (1 for a real block) -> ``[n, latent]``."""
+        real = (loops.abs().sum(-1, keepdim=True) > 0).to(loops.dtype)
+        x = self.loop(loops) * real
+        x = torch.cat([blocks, x.sum(2) / 8.0, x.amax(2)], dim=-1)
+        m = mask.unsqueeze(-1)
+        x = self.block(x) * m
+        share = blocks[..., WORK_SHARE : WORK_SHARE + 1] * m
+        pooled = torch.cat([x.sum(1) / 4.0, x.amax(1), (x * share).sum(1)], dim=-1)
+        return self.norm(self.out(pooled))
+
+
+WORK_SHARE = STATE_BLOCK.index("work_share")
+
+
+class Transition(nn.Module):
+    """One action in latent space: a residual step conditioned on the action."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.kind = nn.Embedding(len(ACTION_TYPES), sizes.action_hidden)
+        self.action = nn.Linear(len(ACTION), sizes.action_hidden)
+        self.hidden = nn.Linear(sizes.latent + sizes.action_hidden, sizes.transition_hidden)
+        self.out = nn.Linear(sizes.transition_hidden, sizes.latent)
+        self.norm = nn.LayerNorm(sizes.latent)
+
+    def forward(self, z: Tensor, type: Tensor, a: Tensor) -> Tensor:
+        """``z [n, latent]``, ``type [1 or n]``, ``a [n, features]`` -> ``[n, latent]``."""
+        e = F.relu(self.action(a) + self.kind(type))
+        h = F.relu(self.hidden(torch.cat([z, e], dim=-1)))
+        return self.norm(z + self.out(h))
+
+
+class Ranker(nn.Module):
+    """Final latent, all actions together and the hardware -> a score that orders candidates of one task."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width = sizes.latent + len(SUMMARY) + VECTOR_SIZE
+        self.net = nn.Sequential(
+            nn.Linear(width, sizes.ranker_hidden), nn.ReLU(),
+            nn.Linear(sizes.ranker_hidden, sizes.ranker_hidden // 2), nn.ReLU(),
+            nn.Linear(sizes.ranker_hidden // 2, sizes.embedding), nn.ReLU(),
+        )  # fmt: skip
+        self.score = nn.Linear(sizes.embedding, 1)
+
+    def forward(self, z: Tensor, summary: Tensor, hardware: Tensor) -> tuple[Tensor, Tensor]:
+        """``z [n, latent]``, ``summary [n, .]``, ``hardware [1 or n, 16]`` -> ``score [n]``, ``embedding [n, .]``."""
+        # Added rather than expanded, so that one hardware row serves any number of candidates.
+        hardware = hardware + torch.zeros_like(z[:, :1])
+        e = self.net(torch.cat([z, summary, hardware], dim=-1))
+        return self.score(e).squeeze(-1), e
+
+
+class WorldModelNet(nn.Module):
+    """Encoder, transition and ranker together."""
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes or Sizes()
+        self.encoder = Encoder(self.sizes)
+        self.transition = Transition(self.sizes)
+        self.ranker = Ranker(self.sizes)
+
+    def rollout(self, z0: Tensor, types: Tensor, actions: Tensor, mask: Tensor) -> list[Tensor]:
+        """Latents after each step.
+
+        Parameters
+        ----------
+        z0 : ``[n, latent]``
+        types : int64 ``[n, T]``
+        actions : ``[n, T, features]``
+        mask : bool ``[n, T]``, False beyond a candidate's last action, where the latent stays.
+        """
+        zs, z = [], z0
+        for t in range(types.shape[1]):
+            z = torch.where(mask[:, t, None], self.transition(z, types[:, t], actions[:, t]), z)
+            zs.append(z)
+        return zs

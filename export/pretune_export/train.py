@@ -1,0 +1,397 @@
+"""Train the world model: multi-step rollouts against the encoder's own states, ranking per task."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from pretune.features import State
+from pretune.features.schema import STATE_BLOCK
+from torch import Tensor
+from torch.nn import functional as F
+
+from pretune_export.dataset import Group, TaskData, group_candidates, read_parquet
+from pretune_export.nets import Sizes, WorldModelNet
+from pretune_export.trajectories import FINAL, Replayer, choose_steps
+
+
+class TrainConfig(msgspec.Struct, kw_only=True):
+    """Everything a training run depends on. Files in ``configs/`` hold one each.
+
+    Attributes
+    ----------
+    datasets : list of str
+        Dataset folders.
+    epochs, tasks_per_batch, candidates_per_task : int
+    learning_rate, weight_decay : float
+    states_per_candidate : int
+        Real intermediate states per trajectory, beside the final one.
+    candidates_with_states : int
+        Candidates per task whose real states are read.
+    align, contrast, decode, true_rank : float
+        Weights of the losses beside the ranking of predicted latents.
+    """
+
+    datasets: list[str]
+    epochs: int = 40
+    tasks_per_batch: int = 8
+    candidates_per_task: int = 48
+    learning_rate: float = 2e-3
+    weight_decay: float = 1e-4
+    states_per_candidate: int = 2
+    candidates_with_states: int = 16
+    align: float = 1.0
+    contrast: float = 0.1
+    decode: float = 0.5
+    true_rank: float = 0.5
+    regression: float = 0.3
+    dropout: float = 0.0
+    seed: int = 0
+    threads: int = 2
+    validate_every: int = 2
+    sizes: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+@dataclass
+class Machine:
+    """A machine that measured: its hardware vector and cores."""
+
+    vector: np.ndarray
+    cores: int
+
+
+@dataclass
+class Data:
+    """Encoded training data: tasks by split, machines by name."""
+
+    train: list[TaskData] = field(default_factory=list)
+    validation: list[TaskData] = field(default_factory=list)
+    machines: dict[str, Machine] = field(default_factory=dict)
+
+
+def _prepare(job: tuple[dict, list, dict[str, list[dict]], dict[str, dict], TrainConfig]) -> list[TaskData]:
+    """Encode one task's candidates and read real states of some of them. Runs in a worker process."""
+    task, spaces, by_machine, machines, config = job
+    import tvm
+
+    out = []
+    for machine, rows in by_machine.items():
+        target = tvm.target.Target(json.loads(machines[machine]["target"]))
+        cores = int(machines[machine]["cores"])
+        data = group_candidates(task, spaces, rows, machine, cores)
+        rng = np.random.default_rng([config.seed, int(task["id"][:8], 16)])
+        if config.candidates_with_states:
+            replayer = Replayer(tvm.ir.load_json(task["mod"]), target, cores)
+            everyone = [(g, i) for g in data.groups for i in range(len(g.latency)) if np.isfinite(g.latency[i])]
+            picked = rng.permutation(len(everyone))[: config.candidates_with_states]
+            for g, i in (everyone[p] for p in picked):
+                decisions = [d[i].tolist() for d in g.decisions]
+                wanted = choose_steps(g.insts, config.states_per_candidate, rng)
+                for step, state in replayer.states(spaces[g.space], decisions, g.insts, wanted).items():
+                    g.states[(i, step)] = state
+        out.append(data)
+    return out
+
+
+def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2) -> Data:
+    """Read dataset folders and encode them; what was encoded is kept in `cache`, a file."""
+    if cache is not None and cache.exists():
+        with cache.open("rb") as file:
+            return pickle.load(file)  # our own cache, written below; never published
+    data = Data()
+    jobs = []
+    for folder in config.datasets:
+        tasks, spaces, rows, machines = read_parquet(Path(folder))
+        for name, machine in machines.items():
+            data.machines[name] = Machine(np.array(json.loads(machine["vector"]), np.float32), int(machine["cores"]))
+        by_task: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+        for machine, members in rows.items():
+            for row in members:
+                by_task[row["task"]][machine].append(row)
+        jobs += [(tasks[t], spaces[t], dict(m), machines, config) for t, m in by_task.items() if t in tasks]
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes) as pool:
+        for n, made in enumerate(pool.imap_unordered(_prepare, jobs, chunksize=4)):
+            for task in made:
+                (data.train if task.split == "train" else data.validation).append(task)
+            if n % 100 == 0:
+                print(f"encoded {n}/{len(jobs)} tasks", flush=True)
+    for split in (data.train, data.validation):
+        split.sort(key=lambda t: (t.task, t.groups[0].machine))
+    if cache is not None:
+        with cache.open("wb") as file:
+            pickle.dump(data, file)
+    return data
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """Candidates of several tasks, padded to the longest trajectory."""
+
+    initial: tuple[Tensor, Tensor, Tensor]
+    task: Tensor  # which initial state (and ranking group) each candidate has
+    types: Tensor
+    actions: Tensor
+    mask: Tensor
+    summary: Tensor
+    hardware: Tensor
+    target: Tensor  # negative log latency, minus the task's best; failures far below
+    states: tuple[Tensor, Tensor, Tensor] | None
+    state_at: Tensor  # [s, 2]: candidate, step
+
+
+def pack_states(states: list[State]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad programs to the same number of blocks: blocks, loops, mask."""
+    most = max(len(s.blocks) for s in states)
+    blocks = np.zeros((len(states), most, states[0].blocks.shape[1]), np.float32)
+    depth = max(int((s.loops != 0).any(-1).any(0).sum()) for s in states) or 1
+    loops = np.zeros((len(states), most, depth, states[0].loops.shape[2]), np.float32)
+    mask = np.zeros((len(states), most), np.float32)
+    for i, s in enumerate(states):
+        n = len(s.blocks)
+        blocks[i, :n], loops[i, :n], mask[i, :n] = s.blocks, s.loops[:, :depth], 1.0
+    return torch.from_numpy(blocks), torch.from_numpy(loops), torch.from_numpy(mask)
+
+
+FAILED = 6.0
+"""A failed candidate is this far (natural log of latency) below the task's best."""
+
+
+def make_batch(
+    tasks: list[TaskData], machines: dict[str, Machine], per_task: int, rng: np.random.Generator, states: bool = True
+) -> Batch:
+    """Draw up to `per_task` candidates of each task; the best is always among them."""
+    parts: list[tuple[int, Group, np.ndarray, float]] = []
+    for t, task in enumerate(tasks):
+        sizes = [len(g.latency) for g in task.groups]
+        latency = np.concatenate([g.latency for g in task.groups])
+        best = float(latency.min())
+        chosen = rng.permutation(len(latency))[:per_task]
+        chosen = np.unique(np.append(chosen, latency.argmin()))
+        offset = 0
+        for g, size in zip(task.groups, sizes, strict=True):
+            mine = chosen[(chosen >= offset) & (chosen < offset + size)] - offset
+            offset += size
+            if len(mine):
+                parts.append((t, g, mine, best))
+    n = sum(len(mine) for _t, _g, mine, _b in parts)
+    steps = max(len(g.types) for _t, g, _m, _b in parts)
+    width = parts[0][1].actions[0].shape[1]
+    types = np.zeros((n, steps), np.int64)
+    actions = np.zeros((n, steps, width), np.float32)
+    mask = np.zeros((n, steps), bool)
+    target = np.zeros(n, np.float32)
+    owner = np.zeros(n, np.int64)
+    hardware = np.zeros((n, 16), np.float32)
+    summary = np.concatenate([g.summary[mine] for _t, g, mine, _b in parts])
+    found: list[State] = []
+    at: list[tuple[int, int]] = []
+    row = 0
+    for t, g, mine, best in parts:
+        end, count = row + len(mine), len(g.types)
+        types[row:end, :count], mask[row:end, :count], owner[row:end] = g.types, True, t
+        for s, a in enumerate(g.actions):
+            actions[row:end, s] = a if len(a) == 1 else a[mine]
+        with np.errstate(divide="ignore"):
+            target[row:end] = np.maximum(np.log(best / g.latency[mine]), -FAILED)
+        hardware[row:end] = machines[g.machine].vector
+        if states and g.states:
+            where = {int(i): row + k for k, i in enumerate(mine)}
+            for (i, step), state in g.states.items():
+                if i in where:
+                    found.append(state)
+                    at.append((where[i], count - 1 if step == FINAL else step))
+        row = end
+    return Batch(
+        pack_states([t.initial for t in tasks]), torch.from_numpy(owner), torch.from_numpy(types),
+        torch.from_numpy(actions), torch.from_numpy(mask), torch.from_numpy(summary), torch.from_numpy(hardware),
+        torch.from_numpy(target), pack_states(found) if found else None,
+        torch.tensor(at, dtype=torch.int64).reshape(-1, 2),
+    )  # fmt: skip
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float) -> Tensor:
+    """Pairwise logistic loss within each task, a pair weighted by how much choosing wrong costs at the good end.
+
+    The weight of a pair is the difference of ``best / latency``, as the gain differences of LambdaRank (Burges,
+    "From RankNet to LambdaRank to LambdaMART", 2010). `regression` adds a Huber loss on centred log latencies, so that
+    scores keep the scale of log latency, which the search's posterior relies on.
+    """
+    same = task[:, None] == task[None]
+    gain = target.exp()
+    delta = gain[:, None] - gain[None]
+    weight = torch.where(same & (delta > 0), delta, torch.zeros_like(delta)) + 0.05 * (same & (target[:, None] > target[None]))
+    pair = F.softplus(-(score[:, None] - score[None]) * 2.0)
+    loss = (weight * pair).sum() / weight.sum().clamp_min(1e-6)
+    if regression > 0:
+        groups = int(task.max()) + 1
+        ones = torch.ones_like(score)
+        count = torch.zeros(groups).index_add_(0, task, ones)
+        capped = target.clamp_min(-3.0)
+        centre_s = torch.zeros(groups).index_add_(0, task, score) / count
+        centre_t = torch.zeros(groups).index_add_(0, task, capped) / count
+        loss = loss + regression * F.smooth_l1_loss(score - centre_s[task], capped - centre_t[task], beta=0.3)
+    return loss
+
+
+class Decoder(torch.nn.Module):
+    """Training only: reads the summary of the program's costliest block back from a latent."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(sizes.latent, 128), torch.nn.ReLU(), torch.nn.Linear(128, len(STATE_BLOCK))
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.net(z)
+
+
+def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConfig) -> dict[str, Tensor]:
+    """All loss terms of a batch, unweighted."""
+    z0 = net.encoder(*batch.initial)
+    zs = net.rollout(z0[batch.task], batch.types, batch.actions, batch.mask)
+    score, _ = net.ranker(zs[-1], batch.summary, batch.hardware)
+    out = {"rank": ranking_loss(score, batch.target, batch.task, config.regression)}
+    if batch.states is not None:
+        true = net.encoder(*batch.states)
+        row, step = batch.state_at[:, 0], batch.state_at[:, 1]
+        predicted = torch.stack(zs, dim=1)[row, step]
+        # Both move: the prediction to the encoder's state, and, more slowly, the state to what can be predicted.
+        out["align"] = F.mse_loss(predicted, true.detach()) + 0.1 * F.mse_loss(predicted.detach(), true)
+        # Other states of the same batch are negatives, those of the same task the hard ones.
+        logits = F.normalize(predicted, dim=-1) @ F.normalize(true, dim=-1).T / 0.1
+        out["contrast"] = F.cross_entropy(logits, torch.arange(len(logits)))
+        blocks = batch.states[0]
+        lead = blocks[..., STATE_BLOCK.index("work_share")].argmax(1)
+        goal = blocks[torch.arange(len(blocks)), lead]
+        out["decode"] = F.smooth_l1_loss(decoder(predicted), goal) + F.smooth_l1_loss(decoder(true), goal)
+        final = step == batch.mask.sum(1)[row] - 1
+        if int(final.sum()) > 8:
+            rows = row[final]
+            true_score, _ = net.ranker(true[final], batch.summary[rows], batch.hardware[rows])
+            out["true_rank"] = ranking_loss(true_score, batch.target[rows], batch.task[rows], config.regression)
+    return out
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------
+
+
+def top_k(score: np.ndarray, latency: np.ndarray, k: int) -> float:
+    """Best latency over the best latency among the `k` best-ranked candidates."""
+    best = latency[np.argsort(-score, kind="stable")[:k]].min()
+    return float(latency.min() / best)
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Rank correlation."""
+    ranks = [np.argsort(np.argsort(x)).astype(np.float64) for x in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(a) > 2 else 0.0
+
+
+@torch.no_grad()
+def score_task(net: WorldModelNet, task: TaskData, machines: dict[str, Machine], *, real: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and latencies of all candidates of a task."""
+    batch = make_batch([task], machines, 10**9, np.random.default_rng(0), states=False)
+    z0 = net.encoder(*batch.initial)
+    z = net.rollout(z0[batch.task], batch.types, batch.actions, batch.mask)[-1]
+    score, _ = net.ranker(z, batch.summary, batch.hardware)
+    return score.numpy(), np.exp(-batch.target.numpy().astype(np.float64))
+
+
+def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine]) -> dict[str, float]:
+    """Mean top-1, top-5 and Spearman over tasks with at least eight candidates."""
+    net.eval()
+    rows = []
+    for task in tasks:
+        score, latency = score_task(net, task, machines)
+        if len(score) >= 8:
+            rows.append((top_k(score, latency, 1), top_k(score, latency, 5), spearman(score, -latency)))
+    net.train()
+    mean = np.mean(rows, axis=0)
+    return {"top1": float(mean[0]), "top5": float(mean[1]), "spearman": float(mean[2]), "tasks": float(len(rows))}
+
+
+# -- the loop ------------------------------------------------------------------------------------------------
+
+
+def train(config: TrainConfig, out: Path, *, cache: Path | None = None, deadline: float = float("inf")) -> dict[str, Any]:
+    """Train and write ``best.pt`` and ``log.jsonl`` to `out`; continues from ``last.pt`` if it is there."""
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(config.threads)
+    out.mkdir(parents=True, exist_ok=True)
+    data = load_data(config, cache)
+    sizes = Sizes(**config.sizes)
+    net, decoder = WorldModelNet(sizes), Decoder(sizes)
+    optimizer = torch.optim.AdamW(
+        [*net.parameters(), *decoder.parameters()], lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    per_epoch = max(1, len(data.train) // config.tasks_per_batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, config.learning_rate, total_steps=config.epochs * per_epoch + 1, pct_start=0.1
+    )
+    start, best = 0, {"value": -1.0}
+    last = out / "last.pt"
+    if last.exists():
+        saved = torch.load(last, weights_only=True)
+        net.load_state_dict(saved["net"])
+        decoder.load_state_dict(saved["decoder"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        start, best = saved["epoch"], saved["best"]
+    count = sum(len(g.latency) for t in data.train for g in t.groups)
+    print(f"{len(data.train)} training tasks with {count} schedules, {len(data.validation)} validation tasks", flush=True)
+    for epoch in range(start, config.epochs):
+        rng = np.random.default_rng([config.seed, epoch])
+        order = rng.permutation(len(data.train))
+        sums: dict[str, float] = defaultdict(float)
+        began = time.time()
+        for b in range(per_epoch):
+            tasks = [data.train[i] for i in order[b * config.tasks_per_batch : (b + 1) * config.tasks_per_batch]]
+            batch = make_batch(tasks, data.machines, config.candidates_per_task, rng)
+            terms = losses(net, decoder, batch, config)
+            loss = sum(getattr(config, name, 1.0) * term for name, term in terms.items())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            for name, term in terms.items():
+                sums[name] += float(term.detach()) / per_epoch
+        line: dict[str, Any] = {"epoch": epoch + 1, "seconds": round(time.time() - began, 1), **{k: round(v, 4) for k, v in sums.items()}}
+        done = epoch + 1 == config.epochs or time.time() > deadline
+        if (epoch + 1) % config.validate_every == 0 or done:
+            quality = validate(net, data.validation, data.machines)
+            line |= {f"validation_{k}": round(v, 4) for k, v in quality.items()}
+            value = quality["top1"] + quality["top5"] + 0.5 * quality["spearman"]
+            if value > best["value"]:
+                best = {"value": value, "epoch": epoch + 1, **quality}
+                torch.save({"net": net.state_dict(), "sizes": sizes.to_dict(), "best": best}, out / "best.pt")
+        with (out / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+        torch.save(
+            {
+                "net": net.state_dict(), "decoder": decoder.state_dict(), "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(), "epoch": epoch + 1, "best": best,
+            },
+            last,
+        )  # fmt: skip
+        if done:
+            break
+    return best

@@ -1,0 +1,718 @@
+"""The action encoding: every instruction of a trace with its references resolved, for many candidates at once.
+
+`ActionEncoder` reads the initial program once, then follows the instructions of one design space symbolically:
+which loop a reference names, its extent as a function of the decisions, which block, which buffers it touches and
+with what strides. After that, encoding ``n`` decision vectors is numpy on arrays of length ``n``: no TVM object is
+touched and there is no loop over candidates.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pretune.features.nest import (
+    Component,
+    Env,
+    Extent,
+    Nest,
+    NestLoop,
+    Value,
+    const,
+    describe_block,
+    from_block,
+    log2,
+    product,
+    quotient,
+    region,
+    slot_value,
+    summarise,
+)
+from pretune.features.program import Access, Block, Buffer
+from pretune.features.schema import (
+    ACTION,
+    ACTION_TYPES,
+    ANNOTATION,
+    ANNOTATIONS,
+    BLOCK,
+    DECISION,
+    FACTORS,
+    LOOP,
+    NEST,
+    QUERIES,
+    SUMMARY,
+)
+from pretune.features.state import describe_loop
+
+_log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+_AT_NEST = 0
+_AT_LOOP = _AT_NEST + len(NEST)
+_AT_DECISION = _AT_LOOP + len(LOOP)
+_AT_BLOCK = _AT_DECISION + len(DECISION)
+_AT_ANNOTATION = _AT_BLOCK + len(BLOCK)
+assert _AT_ANNOTATION + len(ANNOTATION) == len(ACTION)
+
+_FOR_POSTPROC = ANNOTATIONS[:6]
+"""Annotations that change nothing until the postprocessors read them: the ``Postproc`` actions carry them."""
+
+MAX_POSTPROC = 6
+"""Blocks for which a closing ``Postproc`` action is made, costliest first."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One action of a design space.
+
+    Attributes
+    ----------
+    name : str
+        Instruction name, or ``"Postproc"``.
+    type_id : int
+        Its number in `schema.ACTION_TYPES`.
+    slots : frozenset of int
+        The decision slots that its features depend on; empty when it is the same for all candidates.
+    features : callable
+        ``Env -> float32 [n, len(schema.ACTION)]``.
+    inst : int
+        Position of the instruction in the trace; -1 for ``Postproc``. The program after it is the state that the
+        transition has to predict.
+    """
+
+    name: str
+    type_id: int
+    slots: frozenset[int]
+    features: Callable[[Env], np.ndarray]
+    inst: int
+
+
+@dataclass(frozen=True)
+class _Location:
+    """A compute location: drawn by a decision, or a fixed loop of a nest."""
+
+    nest: Nest
+    slot: int | None
+    depth: int
+
+
+class ActionEncoder:
+    """Actions of one design space.
+
+    Parameters
+    ----------
+    blocks : sequence of program.Block
+        The initial program, from `program.read_program`.
+    insts : sequence
+        The trace's instructions as TVM's JSON, ``[name, inputs, attrs, outputs]``, without postprocessing.
+    cores : int
+        Cores of the target.
+
+    Attributes
+    ----------
+    steps : list of Step
+        In trace order, then a ``Postproc`` step for each block that remains.
+    """
+
+    def __init__(self, blocks: Sequence[Block], insts: Sequence[Any], cores: int) -> None:
+        self.cores = cores
+        self.steps: list[Step] = []
+        self._nests = [from_block(b) for b in blocks]
+        self._values: dict[str, Any] = {}  # What each random variable of the trace names.
+        self._slot = 0
+        self._annotated: dict[str, Extent] = {}
+        self._frozen: dict[tuple, Nest] = {}
+        total = sum(n.static_points() * n.cost for n in self._nests) or 1.0
+        self._share = {id(n): n.static_points() * n.cost / total for n in self._nests}
+        self._inst = -1
+        for position, (name, inputs, attrs, outputs) in enumerate(insts):
+            if name == "EnterPostproc":
+                break
+            self._inst = position
+            self._instruction(name, inputs, attrs, outputs)
+        self._inst = -1
+        self._finish()
+
+    # -- evaluation ------------------------------------------------------------------------------------------
+
+    def encode(self, decisions: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+        """Encode a batch of decision vectors.
+
+        Parameters
+        ----------
+        decisions : sequence of numpy.ndarray
+            Per slot the decision values, int ``[n, width]``.
+
+        Returns
+        -------
+        actions : list of numpy.ndarray
+            Per step float32 ``[n, len(ACTION)]``, or ``[1, len(ACTION)]`` for a step without decisions.
+        summary : numpy.ndarray
+            float32 ``[n, len(SUMMARY)]``, for the ranker.
+        """
+        n = len(decisions[0]) if len(decisions) else 1
+        env = Env(list(decisions), n)
+        single = Env([s[:1] for s in env.slots], 1)
+        actions = [step.features(env if step.slots else single) for step in self.steps]
+        return actions, self.summarise(env)
+
+    def summarise(self, env: Env) -> np.ndarray:
+        """The ranker's view of all actions together: float32 ``[n, len(SUMMARY)]``."""
+        out = np.zeros((env.n, len(SUMMARY)), dtype=np.float32)
+        for i, nest in enumerate(self._final[:MAX_POSTPROC]):
+            summary = self._summary_of(nest, env)
+            if i == 0:
+                out[:, : len(NEST)] = summary
+            else:
+                rest = out[:, len(NEST) : 2 * len(NEST)]
+                np.maximum(rest, summary, out=rest)
+        unroll = self._annotated.get("meta_schedule.unroll_explicit")
+        tail = 2 * len(NEST)
+        if unroll is not None:
+            out[:, tail] = np.log2(env.get(unroll) + 1.0) * 0.1
+        out[:, tail + 1] = len(self._final) * 0.125
+        out[:, tail + 2] = "meta_schedule.parallel" in self._annotated
+        out[:, tail + 3] = self._share.get(id(self._final[0]), 0.0) if self._final else 0.0
+        return out
+
+    # -- following the trace ---------------------------------------------------------------------------------
+
+    def _instruction(self, name: str, inputs: list, attrs: list, outputs: list) -> None:
+        handler = getattr(self, "_do_" + name.lower(), None)
+        before = self._slot
+        if handler is not None:
+            handler(inputs, attrs, outputs)
+        elif name.startswith("Sample"):
+            self._sample(outputs)
+        elif name not in QUERIES:
+            self._generic(name, inputs, attrs, outputs)
+        if name.startswith("Sample") and self._slot == before:
+            self._slot += 1
+
+    def _generic(self, name: str, inputs: list, attrs: list, outputs: list) -> None:
+        """An instruction without a rule of its own: its type, the block and the loop that it names."""
+        if name not in ACTION_TYPES and name not in _warned:
+            _warned.add(name)
+            _log.warning("instruction %s is not known to this version: encoded by what it names only", name)
+        named = [self._values.get(i) for i in _flat(inputs) if isinstance(i, str)]
+        block = next((v for v in named if isinstance(v, Nest)), None)
+        loop = next((v for v in named if isinstance(v, NestLoop)), None)
+        values = [a for a in attrs if isinstance(a, int | float) and not isinstance(a, bool)]
+        self._add(name, block=block, loop=loop, value=const(abs(values[0])) if values else None)
+
+    def _nest_by_name(self, name: str) -> Nest | None:
+        return next((n for n in self._nests if n.name == name and not n.gone), None)
+
+    def _do_getsblock(self, inputs: list, attrs: list, outputs: list) -> None:
+        self._values[outputs[0]] = self._nest_by_name(attrs[0])
+
+    _do_getblock = _do_getsblock
+
+    def _do_getloops(self, inputs: list, attrs: list, outputs: list) -> None:
+        nest = self._values.get(inputs[0])
+        loops = nest.loops if isinstance(nest, Nest) else []
+        # A replay keeps the number of loops; where ours differs the innermost ones are the sure ones.
+        for out, loop in zip(reversed(outputs), reversed(loops), strict=False):
+            self._values[out] = loop
+
+    def _do_getconsumers(self, inputs: list, attrs: list, outputs: list) -> None:
+        for out, nest in zip(outputs, self._consumers(self._values.get(inputs[0])), strict=False):
+            self._values[out] = nest
+
+    def _do_getproducers(self, inputs: list, attrs: list, outputs: list) -> None:
+        for out, nest in zip(outputs, self._producers(self._values.get(inputs[0])), strict=False):
+            self._values[out] = nest
+
+    def _consumers(self, nest: Any) -> list[Nest]:
+        if not isinstance(nest, Nest) or nest.written is None:
+            return []
+        buffer = nest.written
+        return [
+            n for n in self._nests
+            if n is not nest and not n.gone and any(a.buffer is buffer and not a.is_write for a in n.accesses)
+        ]  # fmt: skip
+
+    def _producers(self, nest: Any) -> list[Nest]:
+        if not isinstance(nest, Nest):
+            return []
+        reads = {id(a.buffer) for a in nest.accesses if not a.is_write}
+        return [n for n in self._nests if n is not nest and not n.gone and n.written is not None and id(n.written) in reads]
+
+    def _sample(self, outputs: list) -> None:
+        for column, out in enumerate(outputs):
+            self._values[out] = slot_value(self._slot, column)
+        self._slot += 1
+
+    def _do_samplecategorical(self, inputs: list, attrs: list, outputs: list) -> None:
+        slot = self._slot
+        table = np.array([float(v) for v in attrs[0]], dtype=np.float32)
+
+        def evaluate(env: Env) -> Value:
+            return table[np.clip(env.slots[slot][:, 0].astype(np.int64), 0, len(table) - 1)]
+
+        self._values[outputs[0]] = Extent(evaluate, frozenset({slot}))
+        self._slot += 1
+
+    def _do_samplecomputelocation(self, inputs: list, attrs: list, outputs: list) -> None:
+        consumers = self._consumers(self._values.get(inputs[0]))
+        if consumers:
+            self._values[outputs[0]] = _Location(consumers[0], self._slot, -1)
+        self._slot += 1
+
+    def _extent(self, value: Any) -> Extent | None:
+        if isinstance(value, str):
+            value = self._values.get(value)
+        if isinstance(value, Extent):
+            return value
+        return const(value) if isinstance(value, int | float) else None
+
+    def _do_split(self, inputs: list, attrs: list, outputs: list) -> None:
+        loop = self._values.get(inputs[0])
+        if not isinstance(loop, NestLoop):
+            self._add("Split")
+            return
+        factors = [self._extent(f) for f in inputs[1:]]
+        known = [f for f in factors if f is not None]
+        parts = [f if f is not None else quotient(loop.extent, known) for f in factors]
+        if not loop.extent.slots and Env([], 1).get(loop.extent) == 1.0:
+            # Splitting a loop of one iteration is no event; the parts still need names.
+            ones = [NestLoop([Component(loop.components[-1].axis, const(1.0), loop.is_reduce)]) for _ in parts]
+            self._replace([loop], ones)
+            self._values.update(zip(outputs, ones, strict=False))
+            return
+        # A split of a fused loop is laid to the innermost of its axes.
+        inner = loop.components[-1]
+        new = [NestLoop([Component(inner.axis, part, inner.is_reduce)]) for part in parts]
+        owner = self._replace([loop], new)
+        for out, made in zip(outputs, new, strict=False):
+            self._values[out] = made
+        self._add("Split", block=owner, loop=loop, factors=parts)
+
+    def _do_fuse(self, inputs: list, attrs: list, outputs: list) -> None:
+        loops = [v for v in (self._values.get(i) for i in inputs) if isinstance(v, NestLoop)]
+        if not loops:
+            self._add("Fuse")
+            return
+        fused = NestLoop([c for loop in loops for c in loop.components])
+        owner = self._replace(loops, [fused])
+        self._values[outputs[0]] = fused
+        self._add("Fuse", block=owner, loop=fused, factors=[loop.extent for loop in loops][:FACTORS])
+
+    def _replace(self, old: list[NestLoop], new: list[NestLoop]) -> Nest | None:
+        """Put `new` where the first of `old` stood, in every nest that holds it; returns the costliest."""
+        owners = [n for n in self._nests if not n.gone and any(loop in n.loops for loop in old)]
+        for nest in owners:
+            first = min(nest.loops.index(loop) for loop in old if loop in nest.loops)
+            kept = [loop for loop in nest.loops if loop not in old]
+            nest.loops = kept[:first] + new + kept[first:]
+        return max(owners, key=lambda n: self._share.get(id(n), 0.0), default=None)
+
+    def _do_reorder(self, inputs: list, attrs: list, outputs: list) -> None:
+        loops = [v for v in (self._values.get(i) for i in inputs) if isinstance(v, NestLoop)]
+        owners = [n for n in self._nests if not n.gone and loops and all(loop in n.loops for loop in loops)]
+        for nest in owners:
+            places = sorted(nest.loops.index(loop) for loop in loops)
+            for place, loop in zip(places, loops, strict=True):
+                nest.loops[place] = loop
+        owner = owners[0] if owners else None
+        self._add("Reorder", block=owner, nest=owner)
+
+    def _do_computeinline(self, inputs: list, attrs: list, outputs: list) -> None:
+        nest = self._values.get(inputs[0])
+        if isinstance(nest, Nest):
+            for consumer in self._consumers(nest):
+                _inline_into(nest, consumer)
+            nest.gone = True
+        self._add("ComputeInline", block=nest if isinstance(nest, Nest) else None)
+
+    def _do_reversecomputeinline(self, inputs: list, attrs: list, outputs: list) -> None:
+        nest = self._values.get(inputs[0])
+        if isinstance(nest, Nest):
+            for producer in self._producers(nest)[:1]:
+                _append_to(producer, nest)
+            nest.gone = True
+        self._add("ReverseComputeInline", block=nest if isinstance(nest, Nest) else None)
+
+    def _location(self, value: Any) -> _Location | None:
+        if isinstance(value, _Location):
+            return value
+        if isinstance(value, NestLoop):
+            for nest in self._nests:
+                if not nest.gone and value in nest.loops:
+                    return _Location(nest, None, nest.loops.index(value))
+        return None
+
+    def _do_computeat(self, inputs: list, attrs: list, outputs: list, reverse: bool = False) -> None:
+        name = "ReverseComputeAt" if reverse else "ComputeAt"
+        nest, location = self._values.get(inputs[0]), self._location(self._values.get(inputs[1]))
+        if not isinstance(nest, Nest) or location is None or location.nest is nest:
+            self._add(name, block=nest if isinstance(nest, Nest) else None)
+            return
+        where = _depth(location)
+        anchor = location.nest
+        loop = anchor.loops[location.depth] if location.slot is None else None
+        _move(nest, location, reverse)
+        self._add(name, block=nest, nest=nest, loop=loop, location=(where, len(anchor.loops)))
+
+    def _do_reversecomputeat(self, inputs: list, attrs: list, outputs: list) -> None:
+        self._do_computeat(inputs, attrs, outputs, reverse=True)
+
+    def _do_rfactor(self, inputs: list, attrs: list, outputs: list) -> None:
+        loop = self._values.get(inputs[0])
+        owner = next((n for n in self._nests if not n.gone and isinstance(loop, NestLoop) and loop in n.loops), None)
+        if owner is None or owner.written is None:
+            self._add("RFactor")
+            return
+        made = _rfactor(owner, loop)
+        self._nests.insert(self._nests.index(owner), made)
+        self._share[id(made)] = self._share.get(id(owner), 0.0)
+        self._values[outputs[0]] = made
+        self._add("RFactor", block=made, nest=made, loop=loop)
+
+    def _cache(self, name: str, inputs: list, attrs: list, outputs: list) -> None:
+        nest = self._values.get(inputs[0])
+        if not isinstance(nest, Nest) or nest.written is None:
+            self._add(name)
+            return
+        index = attrs[0] if attrs and isinstance(attrs[0], int) else 0
+        scope = next((a.strip('"') for a in attrs if isinstance(a, str)), "local")
+        if name == "CacheWrite":
+            made = _copy_nest(nest.written, scope, name=f"{nest.written.name}_{scope}", write=True)
+            for access in nest.accesses:
+                if access.buffer is nest.written and access.is_write:
+                    access.buffer = made.accesses[1].buffer
+        else:
+            reads = [a for a in nest.accesses if not a.is_write]
+            if index >= len(reads):
+                self._add(name, block=nest)
+                return
+            made = _copy_nest(reads[index].buffer, scope, name=f"{reads[index].buffer.name}_{scope}", write=False)
+            reads[index].buffer = made.accesses[0].buffer
+        nest.rerank()
+        self._nests.append(made)
+        self._share[id(made)] = 0.0
+        self._values[outputs[0]] = made
+        self._add(name, block=nest, nest=made)
+
+    def _do_cachewrite(self, inputs: list, attrs: list, outputs: list) -> None:
+        self._cache("CacheWrite", inputs, attrs, outputs)
+
+    def _do_cacheread(self, inputs: list, attrs: list, outputs: list) -> None:
+        self._cache("CacheRead", inputs, attrs, outputs)
+
+    def _do_annotate(self, inputs: list, attrs: list, outputs: list) -> None:
+        key = attrs[0].strip('"') if isinstance(attrs[0], str) else "other"
+        target = self._values.get(inputs[0])
+        value = self._extent(inputs[1]) if not _is_text(inputs[1]) else None
+        if value is not None and key.startswith("meta_schedule."):
+            self._annotated[key] = value
+        if key in _FOR_POSTPROC:
+            return
+        block = target if isinstance(target, Nest) else None
+        loop = target if isinstance(target, NestLoop) else None
+        self._add("Annotate", block=block, loop=loop, key=key, value=value)
+
+    def _do_unannotate(self, inputs: list, attrs: list, outputs: list) -> None:
+        key = attrs[0].strip('"') if attrs and isinstance(attrs[0], str) else "other"
+        if key in _FOR_POSTPROC:
+            return
+        target = self._values.get(inputs[0])
+        self._add("Unannotate", block=target if isinstance(target, Nest) else None, key=key)
+
+    # -- features --------------------------------------------------------------------------------------------
+
+    def _add(
+        self, name: str, *, block: Nest | None = None, nest: Nest | None = None, loop: NestLoop | None = None,
+        factors: list[Extent] | None = None, value: Extent | None = None, key: str | None = None,
+        location: tuple[Extent, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Append a step. What it describes is frozen now: later instructions change the nests."""
+        base = np.zeros(len(ACTION), dtype=np.float32)
+        if block is not None:
+            base[_AT_BLOCK:_AT_ANNOTATION] = describe_block(block, self._share.get(id(block), 0.0))
+        if key is not None:
+            base[_AT_ANNOTATION + ANNOTATIONS.index(key if key in ANNOTATIONS else "other")] = 1.0
+        slots: frozenset[int] = frozenset()
+        loop_extent: Extent | None = None
+        if loop is not None:
+            loop_extent = loop.extent
+            inner = loop.components[-1]
+            depth = len(block.loops) if block is not None else 1
+            place = block.loops.index(loop) if block is not None and loop in block.loops else 0
+            accesses = block.rank if block is not None else []
+            base[_AT_LOOP:_AT_DECISION] = describe_loop(1.0, loop.is_reduce, place, depth, accesses, inner.axis)
+            slots |= loop_extent.slots
+        frozen = self._freeze(nest) if nest is not None else None
+        if frozen is not None:
+            slots |= frozen.slots()
+        for extent in (*(factors or ()), value, location[0] if location else None):
+            if extent is not None:
+                slots |= extent.slots
+        at_value = _AT_ANNOTATION + len(ANNOTATIONS) if key is not None else _AT_DECISION + FACTORS + 3
+
+        def features(env: Env) -> np.ndarray:
+            out = np.broadcast_to(base, (env.n, len(base))).copy()
+            if frozen is not None:
+                out[:, _AT_NEST:_AT_LOOP] = self._summary_of(frozen, env)
+            if loop_extent is not None:
+                out[:, _AT_LOOP] = log2(env.get(loop_extent))
+            if factors:
+                for i, factor in enumerate(factors[-FACTORS:]):
+                    out[:, _AT_DECISION + i] = log2(env.get(factor))
+                last = env.get(factors[-1])
+                at = _AT_DECISION + FACTORS
+                out[:, at] = np.asarray(np.mod(last, 16.0) == 0)
+                out[:, at + 1] = np.asarray(np.mod(last, 8.0) == 0)
+                out[:, at + 2] = np.asarray(np.mod(last, 2.0) == 1)
+            if value is not None:
+                out[:, at_value] = np.log2(np.abs(env.get(value)) + 1.0) * 0.1
+            if location is not None:
+                out[:, _AT_DECISION + FACTORS + 4] = (env.get(location[0]) + 2.0) / (location[1] + 2.0)
+            return out
+
+        type_id = ACTION_TYPES.index(name if name in ACTION_TYPES else "other")
+        self.steps.append(Step(name, type_id, slots, features, self._inst))
+
+    def _freeze(self, nest: Nest) -> Nest:
+        """The nest as it is now; the same object as long as nothing about it changed."""
+        key = (
+            nest.name, *(id(c) for c in nest.components), *(id(a.buffer) for a in nest.accesses), id(nest.inlined),
+            *(id(cut) for cut in nest.all_cuts()),
+        )  # fmt: skip
+        if key not in self._frozen:
+            accesses = [Access(a.buffer, a.is_write, list(a.index)) for a in nest.accesses]
+            self._frozen[key] = Nest(
+                nest.name, list(nest.axes), accesses, list(nest.ops), list(nest.loops), nest.has_init, nest.inlined,
+                nest.at_root, cuts=nest.all_cuts(),
+            )  # fmt: skip
+        return self._frozen[key]
+
+    def _summary_of(self, nest: Nest, env: Env) -> np.ndarray:
+        if nest not in env.summaries:
+            env.summaries[nest] = self._summarise_nest(nest, env)
+        return env.summaries[nest]
+
+    def _summarise_nest(self, nest: Nest, env: Env) -> np.ndarray:
+        limit = self._annotated.get("meta_schedule.parallel")
+        vector = self._annotated.get("meta_schedule.vectorize")
+        return summarise(
+            nest, env, cores=self.cores,
+            parallel_limit=float(np.max(env.get(limit))) if limit is not None and not limit.slots else 0.0,
+            vector_limit=float(np.max(env.get(vector))) if vector is not None and not vector.slots else 1.0,
+        )  # fmt: skip
+
+    def _finish(self) -> None:
+        """Close with one ``Postproc`` step per block that remains, costliest last."""
+        left = [n for n in self._nests if not n.gone]
+        left.sort(key=lambda n: (-self._share.get(id(n), 0.0), n.name))
+        self._final = [self._freeze(n) for n in left]
+        for nest, frozen in zip(left, self._final, strict=True):
+            self._share[id(frozen)] = self._share.get(id(nest), 0.0)
+        unroll = self._annotated.get("meta_schedule.unroll_explicit")
+        for nest in reversed(left[:MAX_POSTPROC]):
+            self._add("Postproc", block=nest, nest=nest, value=unroll)
+
+
+def _flat(values: Any) -> list[Any]:
+    out: list[Any] = []
+    for v in values:
+        out.extend(_flat(v) if isinstance(v, list) else [v])
+    return out
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith('"')
+
+
+def _depth(location: _Location) -> Extent:
+    if location.slot is None:
+        return const(location.depth)
+    return slot_value(location.slot, 0)  # -1 and -2 (top, inlined) match no position
+
+
+def _inline_into(nest: Nest, consumer: Nest) -> None:
+    """Move the body of `nest` into `consumer`: its operations, and its reads through the composed index."""
+    buffer = nest.written
+    if buffer is None:
+        return
+    write = next(a for a in nest.accesses if a.is_write)
+    axis_of_dim = [max(form, key=lambda v: abs(form[v])) if form else None for form in write.index]
+    kept, added = [], []
+    for access in consumer.accesses:
+        if access.buffer is not buffer or access.is_write:
+            kept.append(access)
+            continue
+        bound = {axis: access.index[d] for d, axis in enumerate(axis_of_dim) if axis is not None}
+        for read in nest.accesses:
+            if read.is_write:
+                continue
+            added.append(Access(read.buffer, False, [_compose(form, bound) for form in read.index]))
+    for access in added:
+        if not any(k.buffer is access.buffer and k.index == access.index for k in kept):
+            kept.append(access)
+    consumer.accesses = kept
+    consumer.ops = [a + b for a, b in zip(consumer.ops, nest.ops, strict=True)]
+    consumer.rerank()
+
+
+def _compose(form: dict, bound: dict[Any, dict]) -> dict:
+    out: dict = {}
+    for axis, c in form.items():
+        for var, k in bound.get(axis, {}).items():
+            out[var] = out.get(var, 0.0) + c * k
+    return out
+
+
+def _append_to(producer: Nest, nest: Nest) -> None:
+    """Move the body of the consumer `nest` behind `producer`, which then writes the consumer's buffer."""
+    write = next((a for a in nest.accesses if a.is_write), None)
+    own = next((a for a in producer.accesses if a.is_write), None)
+    if write is None or own is None:
+        return
+    for access in producer.accesses:
+        if access.buffer is own.buffer and access.is_write and len(write.buffer.shape) == len(own.buffer.shape):
+            access.buffer = write.buffer
+    producer.accesses += [a for a in nest.accesses if not a.is_write and a.buffer is not own.buffer]
+    producer.ops = [a + b for a, b in zip(producer.ops, nest.ops, strict=True)]
+    producer.rerank()
+
+
+def _move(nest: Nest, location: _Location, reverse: bool) -> None:
+    """Put `nest` under a loop of the location's nest: its own loops then cover only the region needed there."""
+    anchor = location.nest
+    where = _depth(location)
+    # With `reverse`, the anchor produces what `nest` reads; otherwise it consumes what `nest` writes.
+    buffer = anchor.written if reverse else nest.written
+    need = next((a for a in anchor.accesses if a.buffer is buffer and a.is_write == reverse), None)
+    have = next((a for a in nest.accesses if a.buffer is buffer and a.is_write != reverse), None)
+
+    def masked(extent: Extent, position: int, inside: bool) -> Extent:
+        def evaluate(env: Env) -> Value:
+            depth = env.get(where)
+            hit = (position > depth) if inside else (position <= depth)
+            value = env.get(extent)
+            return np.where(hit, value, 1.0) if isinstance(depth, np.ndarray) else (value if hit else 1.0)
+
+        return Extent(evaluate, extent.slots | where.slots)
+
+    axis_dim: dict[int, int] = {}  # own axis -> dimension of the shared buffer
+    anchor_axis: dict[int, int] = {}  # anchor's axis -> own axis along the same dimension
+    if need is not None and have is not None:
+        for d, form in enumerate(have.index):
+            if form:
+                own = max(form, key=lambda v: abs(form[v]))
+                axis_dim.setdefault(own, d)
+                for axis in need.index[d]:
+                    anchor_axis.setdefault(axis, own)
+
+    outer = []
+    inner: list[Component] = []
+    for position, loop in enumerate(anchor.loops):
+        parts = [
+            Component(anchor_axis.get(c.axis, -1), masked(c.extent, position, False), False) for c in loop.components
+        ]
+        outer.append(NestLoop(parts))
+        inner += [Component(c.axis, masked(c.extent, position, True), c.is_reduce) for c in loop.components]
+    slots = where.slots.union(*(c.extent.slots for c in inner)) if inner else where.slots
+
+    def spans(env: Env) -> list[Value]:
+        tiles: dict[int, Value] = {}
+        for c in inner:
+            if c.axis >= 0:
+                tiles[c.axis] = tiles.get(c.axis, 1.0) * env.get(c.extent)
+        assert need is not None
+        return region(need, tiles)
+
+    whole = [e for e, _r in nest.axes]
+    loops = outer
+    for i, (extent, is_reduce) in enumerate(nest.axes):
+        if i in axis_dim and not is_reduce:
+
+            def evaluate(env: Env, d: int = axis_dim[i], full: Extent = whole[i]) -> Value:
+                return np.minimum(spans(env)[d], env.get(full))
+
+            extent = Extent(evaluate, slots | extent.slots)
+        loops.append(NestLoop([Component(i, extent, is_reduce)]))
+    nest.loops = loops
+    nest.anchor, nest.depth = anchor, where
+    # The loop is shared with whatever the anchor itself was moved under.
+    cut: Extent = where
+    holder: Nest | None = anchor
+    while holder is not None:
+        holder.cuts.append(cut)
+        if holder.depth is not None:
+            cut = _shared(cut, holder.depth)
+        holder = holder.anchor
+    if location.slot is not None:
+        nest.inlined = Extent(lambda env: (env.get(where) == -2).astype(np.float32), where.slots)  # type: ignore[union-attr]
+        nest.at_root = Extent(lambda env: (env.get(where) == -1).astype(np.float32), where.slots)  # type: ignore[union-attr]
+
+
+def _shared(cut: Extent, depth: Extent) -> Extent:
+    """`cut` where it lies within the loops shared with the outer nest, otherwise no position."""
+
+    def evaluate(env: Env) -> Value:
+        a, b = env.get(cut), env.get(depth)
+        return np.where(a <= b, a, -1.0)
+
+    return Extent(evaluate, cut.slots | depth.slots)
+
+
+def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
+    """Split a reduction in two: the new block keeps partial results over `loop`, `owner` combines them."""
+    write = next(a for a in owner.accesses if a.is_write)
+    env = Env([], 1)
+    component = loop.components[-1]
+    size = env.get(component.extent) if not component.extent.slots else 1.0
+    partial = Buffer(
+        write.buffer.name + ".rf", (*write.buffer.shape, int(size)), write.buffer.itemsize, write.buffer.scope, True
+    )
+    new_axis = len(owner.axes)
+    # In the new block the loop is spatial and stands for an axis of its own beside the reduced one.
+    accesses = [
+        Access(partial, True, [*[dict(f) for f in a.index], {new_axis: 1.0}]) if a.buffer is write.buffer
+        else Access(a.buffer, a.is_write, [dict(f) for f in a.index])
+        for a in owner.accesses
+    ]  # fmt: skip
+    axes = [
+        (quotient(extent, [component.extent]) if i == component.axis else extent, is_reduce)
+        for i, (extent, is_reduce) in enumerate(owner.axes)
+    ]
+    made = Nest(
+        owner.name + "_rf", [*axes, (component.extent, False)], accesses, list(owner.ops),
+        [
+            NestLoop([Component(component.axis, component.extent, False)]) if other is loop else other
+            for other in owner.loops
+        ],
+        owner.has_init,
+    )  # fmt: skip
+    owner.loops = [other for other in owner.loops if other is loop or not other.is_reduce]
+    owner.axes = [(e, r) for e, r in owner.axes if not r] + [(component.extent, True)]
+    last = len(owner.axes) - 1
+    renumber = {component.axis: last}
+    owner.loops = [
+        NestLoop([Component(renumber.get(c.axis, c.axis), c.extent, c.is_reduce) for c in other.components])
+        for other in owner.loops
+    ]
+    out_index = [dict(f) for f in write.index]
+    owner.accesses = [Access(write.buffer, True, out_index), Access(partial, False, [*out_index, {last: 1.0}])]
+    owner.rerank()
+    return made
+
+
+def _copy_nest(buffer: Buffer, scope: str, *, name: str, write: bool) -> Nest:
+    """A block that copies `buffer` to or from a cache of the same shape."""
+    cache = Buffer(name, buffer.shape, buffer.itemsize, scope, buffer.is_float)
+    index = [{d: 1.0} for d in range(len(buffer.shape))]
+    source, sink = (cache, buffer) if write else (buffer, cache)
+    axes = [(const(s), False) for s in buffer.shape]
+    loops = [NestLoop([Component(d, const(s), False)]) for d, s in enumerate(buffer.shape)]
+    accesses = [Access(sink, True, list(index)), Access(source, False, [dict(f) for f in index])]
+    return Nest(name, axes, accesses, [0.0] * 8, loops)
+
+

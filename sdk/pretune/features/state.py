@@ -1,0 +1,128 @@
+"""The encoder's input: a TensorIR program, at any stage of scheduling, as rows of numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pretune.features.nest import Component, Env, Nest, NestLoop, const, describe_block, footprint, log2, summarise
+from pretune.features.program import PARALLEL, THREAD, VECTORIZED, Access, Block, read_program
+from pretune.features.schema import ACCESSES, LOOP, STATE_BLOCK, STATE_LOOP
+
+MAX_BLOCKS = 20
+"""Blocks of a program that are described; the cheapest are left out of longer programs."""
+
+MAX_LOOPS = 24
+"""Loops of a block that are described, innermost first."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A program as the encoder sees it.
+
+    Attributes
+    ----------
+    blocks : numpy.ndarray
+        float32 ``[B, len(schema.STATE_BLOCK)]``.
+    loops : numpy.ndarray
+        float32 ``[B, MAX_LOOPS, len(schema.STATE_LOOP)]``, innermost first, zero beyond a block's loops.
+    """
+
+    blocks: np.ndarray
+    loops: np.ndarray
+
+
+def encode_state(func: Any, *, cores: int = 1) -> State:
+    """Read a PrimFunc into the encoder's rows.
+
+    Parameters
+    ----------
+    func : tvm.tirx.PrimFunc
+    cores : int
+        Cores of the target, which decide how well a parallel loop is balanced.
+    """
+    blocks = read_program(func)
+    if len(blocks) > MAX_BLOCKS:
+        kept = sorted(range(len(blocks)), key=lambda i: -blocks[i].points * blocks[i].cost)[:MAX_BLOCKS]
+        blocks = [blocks[i] for i in sorted(kept)]
+    work = [_trips(b) * b.cost for b in blocks]
+    total = sum(work) or 1.0
+    rows = np.zeros((max(len(blocks), 1), len(STATE_BLOCK)), dtype=np.float32)
+    loops = np.zeros((max(len(blocks), 1), MAX_LOOPS, len(STATE_LOOP)), dtype=np.float32)
+    for i, block in enumerate(blocks):
+        nest = _nest_of_state(block)
+        parallel = _extent_of(block, PARALLEL)
+        summary = summarise(nest, Env([], 1), cores=cores, parallel=parallel)[0]
+        extra = (
+            block.name.endswith("_init"), block.guarded,
+            np.log2(max((loop.unroll for loop in block.loops), default=0) + 1) * 0.1,
+            log2(parallel), log2(_extent_of(block, VECTORIZED)), log2(_extent_of(block, THREAD)), i / len(blocks),
+        )  # fmt: skip
+        rows[i] = np.concatenate([summary, describe_block(nest, work[i] / total), np.asarray(extra, dtype=np.float32)])
+        loops[i] = _loop_rows(block, nest)
+    return State(rows, loops)
+
+
+def _trips(block: Block) -> float:
+    out = 1.0
+    for loop in block.loops:
+        out *= max(loop.extent, 1)
+    return out
+
+
+def _extent_of(block: Block, kind: int) -> float:
+    out = 1.0
+    for loop in block.loops:
+        if loop.kind == kind:
+            out *= loop.extent
+    return out
+
+
+def _nest_of_state(block: Block) -> Nest:
+    """A nest whose axes are the loops themselves, so that its features are those of the real program."""
+    number = {loop.var: i for i, loop in enumerate(block.loops)}
+    reduce_vars = {var for axis in block.axes if axis.is_reduce for var in axis.binding}
+    accesses = [
+        Access(a.buffer, a.is_write, [{number[v]: c for v, c in form.items() if v in number} for form in a.index])
+        for a in block.accesses
+    ]
+    axes = [(const(axis.extent), axis.is_reduce) for axis in block.axes]
+    loops = [
+        NestLoop([Component(i, const(max(loop.extent, 1)), loop.var in reduce_vars)])
+        for i, loop in enumerate(block.loops)
+    ]
+    return Nest(block.name, axes, accesses, list(block.ops), loops, block.has_init)
+
+
+def _loop_rows(block: Block, nest: Nest) -> np.ndarray:
+    out = np.zeros((MAX_LOOPS, len(STATE_LOOP)), dtype=np.float32)
+    tiles: dict[int, Any] = {}
+    points = 1.0
+    depth = len(block.loops)
+    for k, i in enumerate(range(depth - 1, -1, -1)):
+        if k >= MAX_LOOPS:
+            break
+        loop, component = block.loops[i], nest.loops[i].components[0]
+        extent = float(max(loop.extent, 1))
+        tiles[i] = extent
+        points *= extent
+        out[k, : len(LOOP)] = describe_loop(extent, component.is_reduce, i, depth, nest.rank, i)
+        kind = [0.0] * 5
+        kind[min(loop.kind, 4)] = 1.0
+        touched = sum(footprint(a, tiles) for a in nest.rank)
+        out[k, len(LOOP) :] = (*kind, log2(points), log2(touched))
+    return out
+
+
+def describe_loop(
+    extent: float, is_reduce: bool, position: int, depth: int, accesses: list[Access], axis: int
+) -> np.ndarray:
+    """Features `schema.LOOP` of one loop: float32 ``[len(LOOP)]``."""
+    out = np.zeros(len(LOOP), dtype=np.float32)
+    out[:5] = (log2(extent), not is_reduce, is_reduce, position / 16, (depth - 1 - position) / 16)
+    for k, access in enumerate(accesses[:ACCESSES]):
+        stride = abs(access.stride(axis))
+        out[5 + 3 * k : 8 + 3 * k] = (log2(stride + 1.0), stride == 0, stride == 1)
+    return out

@@ -1,0 +1,207 @@
+"""The world model inside stock MetaSchedule: a search strategy and a cost model for ``ms.tune_tir`` and ``tune_relax``.
+
+    from tvm.s_tir import meta_schedule as ms
+    import pretune
+    ms.tune_tir(mod, target, work_dir, 64, strategy=pretune.LatentSearch(), cost_model=pretune.CostModel(), ...)
+
+Either works without the other: the strategy ranks by itself and does not ask the cost model; the cost model scores what
+the stock evolutionary search proposes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pretune import env
+from pretune.compat import setup_tvm
+
+setup_tvm()
+
+from tvm.s_tir.meta_schedule.arg_info import ArgInfo  # noqa: E402
+from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
+from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate, PySearchStrategy  # noqa: E402
+from tvm.s_tir.meta_schedule.utils import derived_object  # noqa: E402
+
+from pretune.features import ActionEncoder, encode_state  # noqa: E402
+from pretune.features.program import read_program  # noqa: E402
+from pretune.hardware import detect, hardware_for_target  # noqa: E402
+from pretune.model import TaskScorer, WorldModel, find_weights  # noqa: E402
+from pretune.search import Posterior, Proposal, TaskSearch  # noqa: E402
+from pretune.space import DesignSpace, TaskSpace  # noqa: E402
+from pretune.space.space import trace_to_json  # noqa: E402
+
+if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule import TuneContext
+
+
+class _Models:
+    """World models by target, built on first use."""
+
+    def __init__(self, weights: str | Path | None) -> None:
+        self.weights = weights
+        self._made: dict[str, tuple[WorldModel, Any]] = {}
+
+    def get(self, target: Any) -> tuple[WorldModel, Any]:
+        key = str(target)
+        if key not in self._made:
+            hardware = hardware_for_target(target, detect())
+            threads = env.num_threads() or hardware.cores
+            self._made[key] = (WorldModel(find_weights(hardware, self.weights), threads), hardware)
+        return self._made[key]
+
+
+@derived_object
+class LatentSearch(PySearchStrategy):
+    """Search in latent space as a MetaSchedule search strategy.
+
+    Parameters
+    ----------
+    weights : str or Path, optional
+        Weights folder; by default the installed one that covers the target best.
+    batch : int
+        Candidates per round, whatever ``num_trials_per_iter`` asks for at most: smaller rounds learn sooner.
+    seed : int
+    """
+
+    def __init__(self, weights: str | Path | None = None, *, batch: int = 16, seed: int = 0) -> None:
+        super().__init__()
+        self._models = _Models(weights)
+        self._arguments = (weights, batch, seed)
+        self._batch, self._seed = batch, seed
+        self._context: TuneContext | None = None
+        self._search: TaskSearch | None = None
+        self._pending: list[Proposal] = []
+        self._left = 0
+
+    def _initialize_with_tune_context(self, context: TuneContext) -> None:
+        self._context = context
+
+    def pre_tuning(
+        self, max_trials: int, num_trials_per_iter: int, design_spaces: Any, database: Any = None, cost_model: Any = None
+    ) -> None:
+        context = self._context
+        assert context is not None and context.mod is not None and context.space_generator is not None
+        model, hardware = self._models.get(context.target)
+        postprocs = list(context.space_generator.postprocs)
+        spaces = [DesignSpace(context.mod, sch, postprocs, self._seed + 1) for sch in design_spaces]
+        space = TaskSpace(context.mod, context.target, spaces)
+        self._search = TaskSearch(space, TaskScorer(model, space, hardware), seed=self._seed)
+        self._left = max_trials
+        self._batch = min(self._batch, num_trials_per_iter)
+        self._args = ArgInfo.from_entry_func(context.mod, remove_preproc=True)
+
+    def post_tuning(self) -> None:
+        self._search = None
+
+    def generate_measure_candidates(self) -> list[MeasureCandidate] | None:
+        if self._search is None or self._left <= 0:
+            return None
+        self._pending = self._search.propose(min(self._batch, self._left))
+        self._left -= len(self._pending)
+        if not self._pending:
+            return None
+        return [MeasureCandidate(p.candidate.schedule, self._args) for p in self._pending]
+
+    def notify_runner_results(self, measure_candidates: Any, results: Any) -> None:
+        if self._search is not None and self._pending:
+            self._search.update(self._pending, [_latency(r) for r in results])
+        self._pending = []
+
+    def clone(self) -> LatentSearch:
+        weights, batch, seed = self._arguments
+        return LatentSearch(weights, batch=batch, seed=seed)
+
+
+def _latency(result: Any) -> float:
+    if result.run_secs is None or result.error_msg is not None:
+        return float("inf")
+    return float(np.mean([float(s) for s in result.run_secs]))
+
+
+@derived_object
+class CostModel(PyCostModel):
+    """The world model as a MetaSchedule cost model: scores candidates of any search strategy.
+
+    Trials correct it on each task (`pretune.search.Posterior`); nothing is trained.
+
+    Parameters
+    ----------
+    weights : str or Path, optional
+        Weights folder; by default the installed one that covers the target best.
+    """
+
+    def __init__(self, weights: str | Path | None = None) -> None:
+        super().__init__()
+        self._models = _Models(weights)
+        self._tasks: dict[int, _Scored] = {}
+
+    def load(self, path: str) -> None:
+        """Nothing to do: weights are read-only, and trials are remembered by the tuning database."""
+
+    def save(self, path: str) -> None:
+        """Nothing to do; see `load`."""
+
+    def update(self, context: TuneContext, candidates: list[MeasureCandidate], results: list[Any]) -> None:
+        task = self._task(context)
+        score, embedding = task.score(candidates)
+        task.posterior.update(score, embedding, np.array([_latency(r) for r in results]))
+
+    def predict(self, context: TuneContext, candidates: list[MeasureCandidate]) -> np.ndarray:
+        task = self._task(context)
+        mean, _deviation = task.posterior.predict(*task.score(candidates))
+        return mean.astype("float64")
+
+    def _task(self, context: TuneContext) -> _Scored:
+        from tvm_ffi import structural_hash
+
+        key = structural_hash(context.mod)
+        if key not in self._tasks:
+            self._tasks[key] = _Scored(context, *self._models.get(context.target))
+        return self._tasks[key]
+
+
+class _Scored:
+    """One task: its latent, and an action encoder per design space seen in candidates' traces."""
+
+    def __init__(self, context: TuneContext, model: WorldModel, hardware: Any) -> None:
+        assert context.mod is not None
+        func = context.mod["main"]
+        self.model, self.cores = model, hardware.cores
+        self.vector = np.asarray(hardware.vector(), dtype=np.float32)
+        self.blocks = read_program(func)
+        self.z0 = model.encode(encode_state(func, cores=self.cores))
+        self.posterior = Posterior()
+        self._encoders: dict[str, ActionEncoder] = {}
+
+    def score(self, candidates: list[MeasureCandidate]) -> tuple[np.ndarray, np.ndarray]:
+        """Scores ``[n]`` and embeddings ``[n, e]`` of candidates given as traces."""
+        groups: dict[str, tuple[list[int], list[list[list[int]]]]] = {}
+        for i, candidate in enumerate(candidates):
+            insts, decisions = trace_to_json(candidate.sch.trace)
+            end = next((k for k, inst in enumerate(insts) if inst[0] == "EnterPostproc"), len(insts))
+            key = json.dumps(insts[:end])
+            taken = [d if isinstance(d, list) else [d] for k, d in decisions if k < end]
+            rows = groups.setdefault(key, ([], []))
+            rows[0].append(i)
+            rows[1].append(taken)
+        score = np.zeros(len(candidates), np.float32)
+        embedding: np.ndarray | None = None
+        for key, (index, rows) in groups.items():
+            encoder = self._encoders.get(key)
+            if encoder is None:
+                encoder = self._encoders[key] = ActionEncoder(self.blocks, json.loads(key), self.cores)
+            decisions = [np.array([r[s] for r in rows], np.int32) for s in range(len(rows[0]))]
+            actions, summary = encoder.encode(decisions)
+            pairs = [(step.type_id, a) for step, a in zip(encoder.steps, actions, strict=True)]
+            zT = self.model.rollout(self.z0, pairs)
+            zT = zT if len(zT) == len(index) else np.repeat(zT, len(index), axis=0)
+            summary = summary if len(summary) == len(index) else np.repeat(summary, len(index), axis=0)
+            s, e = self.model.rank(zT, summary, self.vector)
+            embedding = np.zeros((len(candidates), e.shape[1]), np.float32) if embedding is None else embedding
+            score[index], embedding[index] = s, e
+        assert embedding is not None
+        return score, embedding

@@ -1,0 +1,7 @@
+"""The world model: encoder, transition and ranker under ONNX Runtime, and the weights they are loaded from."""
+
+from pretune.model.scorer import SpaceScorer, TaskScorer
+from pretune.model.weights import Weights, find_weights, load_weights
+from pretune.model.world_model import WorldModel
+
+__all__ = ["SpaceScorer", "TaskScorer", "Weights", "WorldModel", "find_weights", "load_weights"]

@@ -1,0 +1,144 @@
+"""Score decision vectors of a task: encode once, roll shared prefixes out once, rank."""
+
+from __future__ import annotations
+
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pretune.features import ActionEncoder, encode_state
+from pretune.features.nest import Env
+from pretune.features.program import read_program
+
+if TYPE_CHECKING:
+    from pretune.hardware import Hardware
+    from pretune.model.world_model import WorldModel
+    from pretune.space import DesignSpace, TaskSpace
+
+CHUNK = 4096
+"""Candidates rolled out at once: their latents and features stay in the second-level cache."""
+
+
+class SpaceScorer:
+    """Scores decision vectors of one design space.
+
+    Parameters
+    ----------
+    model : WorldModel
+    space : DesignSpace
+    encoder : ActionEncoder
+    z0 : numpy.ndarray
+        Latent of the initial program, ``[latent]``.
+    hardware : numpy.ndarray
+        The hardware vector, ``[16]``.
+    """
+
+    def __init__(
+        self, model: WorldModel, space: DesignSpace, encoder: ActionEncoder, z0: np.ndarray, hardware: np.ndarray
+    ) -> None:
+        self.model, self.space, self.encoder, self.hardware = model, space, encoder, hardware
+        steps = encoder.steps
+        blank = Env([slot.options[:1] for slot in space.slots], 1)
+        # What comes before the first decision is the same for every candidate.
+        first = next((i for i, step in enumerate(steps) if step.slots), len(steps))
+        self.z0 = model.rollout(z0, [(step.type_id, step.features(blank)) for step in steps[:first]])[0]
+        self.steps = steps[first:]
+        # An action that depends on one decision is encoded once per option.
+        self._tables: dict[int, tuple[int, np.ndarray]] = {}
+        for i, step in enumerate(self.steps):
+            if len(step.slots) == 1:
+                (slot,) = step.slots
+                options = space.slots[slot].options
+                table = [s.options[:1].repeat(len(options), axis=0) for s in space.slots]
+                table[slot] = options
+                self._tables[i] = (slot, step.features(Env(table, len(options))))
+        self._static = {i: step.features(blank) for i, step in enumerate(self.steps) if not step.slots}
+
+    def score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Score candidates.
+
+        Parameters
+        ----------
+        rows : numpy.ndarray
+            Option indices, int ``[n, slots]``.
+
+        Returns
+        -------
+        score : numpy.ndarray
+            float32 ``[n]``, higher is faster, comparable within the task.
+        embedding : numpy.ndarray
+            float32 ``[n, embedding]``.
+        """
+        # Sorted, neighbours share their first decisions, and with them the first part of the rollout.
+        order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
+        parts = [self._chunk(rows[order[i : i + CHUNK]]) for i in range(0, len(rows), CHUNK)]
+        score = np.empty(len(rows), np.float32)
+        embedding = np.empty((len(rows), parts[0][1].shape[1]), np.float32) if parts else np.empty((0, 0), np.float32)
+        score[order] = np.concatenate([p[0] for p in parts]) if parts else score
+        embedding[order] = np.concatenate([p[1] for p in parts]) if parts else embedding
+        return score, embedding
+
+    def _chunk(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        n = len(rows)
+        env = Env(self.space.decisions(rows), n)
+        z = self.z0[None]
+        group = np.zeros(n, dtype=np.int64)  # which row of z each candidate has
+        known: frozenset[int] = frozenset()
+        for i, step in enumerate(self.steps):
+            new = sorted(step.slots - known)
+            if new and len(z) < n:
+                known |= step.slots
+                key = group
+                for slot in new:
+                    key = key * len(self.space.slots[slot].options) + rows[:, slot]
+                _values, lead, group_ = np.unique(key, return_index=True, return_inverse=True)
+                if len(lead) > 0.7 * n:
+                    lead = group_ = np.arange(n)
+                z = z[group[lead]]
+                group = group_
+                leaders = lead
+            elif len(z) < n:
+                leaders = np.unique(group, return_index=True)[1]
+            else:
+                leaders = np.arange(n)
+            z = self.model.step(z, step.type_id, self._features(i, rows, env, leaders))
+        zT = z if len(z) == n and group[-1] == n - 1 else z[group]
+        return self.model.rank(zT, self.encoder.summarise(env), self.hardware)
+
+    def _features(self, i: int, rows: np.ndarray, env: Env, leaders: np.ndarray) -> np.ndarray:
+        if i in self._static:
+            return np.repeat(self._static[i], len(leaders), axis=0)
+        if i in self._tables:
+            slot, table = self._tables[i]
+            return table[rows[leaders, slot]]
+        features = self.steps[i].features(env)
+        return features if len(leaders) == len(rows) else features[leaders]
+
+
+class TaskScorer:
+    """Scores candidates of all design spaces of a task.
+
+    Parameters
+    ----------
+    model : WorldModel
+    space : TaskSpace
+    hardware : Hardware
+        As the target restricts it.
+    """
+
+    def __init__(self, model: WorldModel, space: TaskSpace, hardware: Hardware) -> None:
+        func = space.mod["main"]
+        cores = int(space.target.attrs.get("num-cores", hardware.cores) or hardware.cores)
+        blocks = read_program(func)
+        z0 = model.encode(encode_state(func, cores=cores))
+        vector = np.asarray(hardware.vector(), dtype=np.float32)
+        self.spaces = [
+            SpaceScorer(model, design, ActionEncoder(blocks, design.insts, cores), z0, vector) for design in space.spaces
+        ]
+
+    def score(self, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Score option indices of design space `k`; see `SpaceScorer.score`."""
+        return self.spaces[k].score(rows)
+
+

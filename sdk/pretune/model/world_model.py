@@ -1,0 +1,109 @@
+"""The three networks under ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pretune.errors import WeightsError
+
+if TYPE_CHECKING:
+    from pretune.features import State
+    from pretune.hardware import Hardware
+    from pretune.model.weights import Weights
+
+
+class WorldModel:
+    """Encode a program once, then predict what actions do to it in latent space.
+
+    Sessions are built once; every method takes and returns float32 numpy arrays.
+
+    Parameters
+    ----------
+    weights : Weights
+    num_threads : int
+        Threads of each ONNX Runtime session.
+
+    Raises
+    ------
+    WeightsError
+        If ONNX Runtime cannot load a file.
+    """
+
+    def __init__(self, weights: Weights, num_threads: int) -> None:
+        self.weights = weights
+        self.num_threads = num_threads
+        folder = weights.path / "onnx"
+        self._encoder, self._transition, self._ranker = (
+            _session(folder / f"{name}.onnx", num_threads) for name in ("encoder", "transition", "ranker")
+        )
+        self.width = weights.config.sizes["latent"]
+
+    def encode(self, state: State) -> np.ndarray:
+        """Latent of one program: ``[latent]``."""
+        feed = {"blocks": state.blocks[None], "loops": state.loops[None], "mask": np.ones((1, len(state.blocks)), np.float32)}
+        return self._encoder.run(None, feed)[0][0]
+
+    def step(self, z: np.ndarray, type_id: int, a: np.ndarray) -> np.ndarray:
+        """Latents after one action.
+
+        Parameters
+        ----------
+        z : numpy.ndarray
+            ``[n, latent]``.
+        type_id : int
+            Kind of the action, a number of `features.schema.ACTION_TYPES`.
+        a : numpy.ndarray
+            Features of the action, ``[n, len(schema.ACTION)]``.
+        """
+        return self._transition.run(None, {"z": z, "type": np.array([type_id], np.int64), "a": a})[0]
+
+    def rollout(self, z0: np.ndarray, actions: list[tuple[int, np.ndarray]]) -> np.ndarray:
+        """Latents after all actions: `z0` is ``[latent]``, each action ``(type_id, [n, features])``."""
+        n = max((len(a) for _t, a in actions), default=1)
+        z = np.repeat(z0[None], n, axis=0)
+        for type_id, a in actions:
+            z = self.step(z, type_id, np.ascontiguousarray(np.broadcast_to(a, (n, a.shape[1]))))
+        return z
+
+    def rank(self, zT: np.ndarray, summary: np.ndarray, hardware: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Score final latents; higher is faster. Scores compare within one task only.
+
+        Parameters
+        ----------
+        zT : numpy.ndarray
+            ``[n, latent]``.
+        summary : numpy.ndarray
+            All actions together, ``[n, len(schema.SUMMARY)]``.
+        hardware : numpy.ndarray
+            `Hardware.vector`, ``[16]``.
+
+        Returns
+        -------
+        score : numpy.ndarray
+            ``[n]``.
+        embedding : numpy.ndarray
+            ``[n, embedding]``, what the score is linear in; the search adapts on it.
+        """
+        score, embedding = self._ranker.run(None, {"z": zT, "summary": summary, "hardware": hardware[None]})
+        return score, embedding
+
+
+def _session(file: Path, num_threads: int) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # Spinning threads between runs would take the cores from whatever is being timed.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exception classes are not public.
+        raise WeightsError(f"{file}: ONNX Runtime {ort.__version__} cannot load it ({type(error).__name__}); "
+                           "use the weights that came with pretune (leave --weights out)") from error  # fmt: skip
+
+

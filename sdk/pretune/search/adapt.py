@@ -1,0 +1,120 @@
+"""Correct the ranker on the task at hand from the trials measured so far, without torch.
+
+A Gaussian process with the ranker's score as prior mean (its slope fitted) and a squared-exponential kernel over the
+ranker's embeddings. See Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.linalg import LinAlgError
+
+MAX_POINTS = 512
+"""Trials kept in the posterior: beyond it, the fastest half and the latest half of the rest."""
+
+FAILED = 1.5
+"""A failed candidate counts as this much worse (in natural log of latency) than the slowest that ran."""
+
+_LENGTHS = (0.6, 1.2, 2.4)
+_SIGNALS = (0.1, 0.3, 0.8)
+_NOISES = (0.03, 0.1)
+
+
+class Posterior:
+    """Predicts the negative log latency of candidates of one task.
+
+    With no trials `predict` returns the scores themselves and zero deviation.
+    """
+
+    def __init__(self) -> None:
+        self._score = np.zeros(0)
+        self._x = np.zeros((0, 0))
+        self._latency = np.zeros(0)
+        self._fit: tuple | None = None
+
+    def __len__(self) -> int:
+        return len(self._latency)
+
+    def update(self, score: np.ndarray, embedding: np.ndarray, latency: np.ndarray) -> None:
+        """Add trials.
+
+        Parameters
+        ----------
+        score, embedding : numpy.ndarray
+            The ranker's outputs, ``[n]`` and ``[n, e]``.
+        latency : numpy.ndarray
+            Seconds ``[n]``; infinite for a candidate that failed.
+        """
+        self._score = np.concatenate([self._score, score])
+        self._x = np.concatenate([self._x.reshape(-1, embedding.shape[1]), embedding])
+        self._latency = np.concatenate([self._latency, latency])
+        self._fit = None
+
+    def predict(self, score: np.ndarray, embedding: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation of the negative log latency of candidates, each ``[n]``.
+
+        The mean is relative to an unknown constant: it orders candidates of the task.
+        """
+        if not np.isfinite(self._latency).sum() > 1:
+            return score.astype(np.float64), np.zeros(len(score))
+        if self._fit is None:
+            self._fit = self._fit_hyperparameters()
+        keep, centre, scale, beta, length, signal, chol, alpha = self._fit
+        x = (embedding - centre) / scale
+        k = _kernel(x, keep[0], length, signal)
+        mean = beta[0] + beta[1] * score + k @ alpha
+        # |chol^-1 k|^2, solved for all candidates at once.
+        v = np.linalg.solve(chol, k.T)
+        deviation = np.sqrt(np.maximum(signal**2 - np.einsum("ij,ij->j", v, v), 1e-9))
+        return mean, deviation
+
+    def _fit_hyperparameters(self) -> tuple:
+        ran = np.isfinite(self._latency)
+        y = np.empty(len(self._latency))
+        y[ran] = -np.log(self._latency[ran])
+        y[~ran] = y[ran].min() - FAILED
+        # Far from the best, only that a candidate is slow matters, not by how much.
+        best = y.max()
+        y = best - np.where(best - y > 2.0, 2.0 + 0.3 * (best - y - 2.0), best - y)
+        index = self._kept(y)
+        y, score, x = y[index], self._score[index], self._x[index]
+        centre, scale = x.mean(0), x.std(0)
+        # Embedding dimensions count by how far they spread over the task, so dead ones do not divide by zero.
+        spread = float(np.sqrt((scale**2).sum())) + 1e-9
+        scale = np.full_like(scale, spread)
+        x = (x - centre) / scale
+        design = np.stack([np.ones(len(y)), score], axis=1)
+        best_fit = None
+        for length in _LENGTHS:
+            base = _kernel(x, x, length, 1.0)
+            for signal in _SIGNALS:
+                for noise in _NOISES:
+                    cov = signal**2 * base + noise**2 * np.eye(len(y))
+                    try:
+                        chol = np.linalg.cholesky(cov)
+                    except LinAlgError:
+                        continue
+                    wd, wy = np.linalg.solve(chol, design), np.linalg.solve(chol, y)
+                    # A weak prior keeps the slope positive and near one where trials are few.
+                    prior = np.diag([1e-4, 1.0])
+                    beta = np.linalg.solve(wd.T @ wd + prior, wd.T @ wy + prior @ np.array([0.0, 0.5]))
+                    residual = wy - wd @ beta
+                    evidence = -0.5 * residual @ residual - np.log(np.diag(chol)).sum() - 0.5 * (beta[1] - 0.5) ** 2
+                    if best_fit is None or evidence > best_fit[0]:
+                        alpha = np.linalg.solve(chol.T, residual)
+                        best_fit = (evidence, beta, length, signal, chol, alpha)
+        assert best_fit is not None  # noise on the diagonal makes at least one factorisation exist
+        _evidence, beta, length, signal, chol, alpha = best_fit
+        return (x,), centre, scale, beta, length, signal, chol, alpha
+
+    def _kept(self, y: np.ndarray) -> np.ndarray:
+        if len(y) <= MAX_POINTS:
+            return np.arange(len(y))
+        fastest = np.argsort(-y)[: MAX_POINTS // 2]
+        rest = np.setdiff1d(np.arange(len(y)), fastest)
+        return np.concatenate([fastest, rest[-(MAX_POINTS - len(fastest)) :]])
+
+
+def _kernel(a: np.ndarray, b: np.ndarray, length: float, signal: float) -> np.ndarray:
+    square = (a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2.0 * a @ b.T
+    return signal**2 * np.exp(-0.5 * np.maximum(square, 0.0) / length**2)

@@ -1,0 +1,214 @@
+"""Search one task: sample and evolve decision vectors, rank them all, materialise the most promising."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pretune.search.adapt import Posterior
+
+if TYPE_CHECKING:
+    from pretune.model.scorer import TaskScorer
+    from pretune.space import Candidate, TaskSpace
+
+POPULATION = 8192
+"""Random decision vectors drawn per proposal, over all design spaces."""
+
+GENERATIONS = 4
+CHILDREN = 2048
+"""Children per generation, over all design spaces."""
+
+PARENTS = 192
+EXPLORE = 0.7
+"""Weight of the posterior's deviation when candidates are chosen, once trials exist."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A candidate to measure, with what the model said of it.
+
+    Attributes
+    ----------
+    candidate : Candidate
+    row : numpy.ndarray
+        Its option indices.
+    score : float
+        The ranker's score, before any correction.
+    embedding : numpy.ndarray
+    """
+
+    candidate: Candidate
+    row: np.ndarray
+    score: float
+    embedding: np.ndarray
+
+
+@dataclass
+class _Pool:
+    """Scored decision vectors of one design space."""
+
+    rows: np.ndarray
+    score: np.ndarray
+    embedding: np.ndarray
+    value: np.ndarray
+
+
+class TaskSearch:
+    """Proposes candidates of one task and learns from their latencies.
+
+    Parameters
+    ----------
+    space : TaskSpace
+    scorer : TaskScorer
+    seed : int
+
+    Notes
+    -----
+    The loop is ``propose`` -> measure -> ``update`` -> ``propose`` ... Each proposal scores `POPULATION` random
+    decision vectors and ``GENERATIONS * CHILDREN`` mutations and crossovers of the best, trials included.
+    """
+
+    def __init__(self, space: TaskSpace, scorer: TaskScorer, *, seed: int = 0) -> None:
+        self.space, self.scorer = space, scorer
+        self.rng = np.random.default_rng(seed)
+        self.posterior = Posterior()
+        self.scored = 0
+        self._seen: set[int] = set()
+        self._tried: list[set[bytes]] = [set() for _ in space.spaces]
+        self._best: list[tuple[float, int, np.ndarray]] = []
+
+    def propose(self, n: int, *, greedy: bool = False) -> list[Proposal]:
+        """Up to `n` new candidates, most promising first; fewer when the space is exhausted.
+
+        Parameters
+        ----------
+        n : int
+        greedy : bool
+            Take the highest expected value alone: no exploration, no spread.
+        """
+        pools = self._evolve()
+        order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * n)]
+        order.sort(key=lambda item: -item[0])
+        out: list[Proposal] = []
+        failures = 0
+        chosen: list[list[np.ndarray]] = [[] for _ in pools]
+        postponed: list[tuple[float, int, int]] = []
+        for spread in (True, False):
+            if len(out) == n:
+                break
+            for item in order if spread else postponed:
+                if len(out) == n or failures > 20 * n:
+                    break
+                _value, k, i = item
+                row = pools[k].rows[i]
+                if spread and not greedy and _close(row, chosen[k]):
+                    postponed.append(item)
+                    continue
+                if row.tobytes() in self._tried[k]:
+                    continue
+                self._tried[k].add(row.tobytes())
+                candidate = self.space.materialise(k, row)
+                if candidate is None or candidate.shash in self._seen:
+                    failures += 1
+                    continue
+                self._seen.add(candidate.shash)
+                chosen[k].append(row)
+                out.append(Proposal(candidate, row, float(pools[k].score[i]), pools[k].embedding[i]))
+        return out
+
+    def update(self, proposals: list[Proposal], latencies: list[float]) -> None:
+        """Learn from trials: seconds per candidate, infinite for one that failed."""
+        if not proposals:
+            return
+        self.posterior.update(
+            np.array([p.score for p in proposals]), np.stack([p.embedding for p in proposals]), np.array(latencies)
+        )
+        for p, latency in zip(proposals, latencies, strict=True):
+            if np.isfinite(latency):
+                self._best.append((latency, p.candidate.space, p.row))
+        self._best.sort(key=lambda item: item[0])
+
+    def restore(self, k: int, decisions: list[list[int]], latency: float) -> None:
+        """Learn from a trial of an earlier run: decisions of design space `k`, and seconds."""
+        slots = self.space.spaces[k].slots
+        if len(slots) != len(decisions):
+            return
+        row = np.array([s.find(np.asarray(d)) for s, d in zip(slots, decisions, strict=True)], dtype=np.int32)
+        if (row < 0).any():
+            return  # Decisions that this design space does not offer: of another TVM, or corrected by it.
+        self._tried[k].add(row.tobytes())
+        score, embedding = self.scorer.score(k, row[None])
+        self.posterior.update(score, embedding, np.array([latency]))
+        if np.isfinite(latency):
+            self._best.append((latency, k, row))
+            self._best.sort(key=lambda item: item[0])
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def _evolve(self) -> list[_Pool]:
+        spaces = self.space.spaces
+        share = POPULATION // len(spaces)
+        pools = [self._score(k, self._unique(space.sample(share, self.rng))) for k, space in enumerate(spaces)]
+        for _generation in range(GENERATIONS):
+            values = np.concatenate([pool.value for pool in pools])
+            if len(values) < 2:
+                break
+            bar = np.partition(values, -min(PARENTS, len(values)))[-min(PARENTS, len(values))]
+            for k, pool in enumerate(pools):
+                parents = pool.rows[pool.value >= bar][:PARENTS]
+                trials = [row for _latency, space, row in self._best[:16] if space == k]
+                if trials:
+                    parents = np.concatenate([np.stack(trials), parents])
+                if not len(parents):
+                    continue
+                n = max(1, CHILDREN * len(parents) // (PARENTS + len(trials)))
+                a = parents[self.rng.integers(len(parents), size=n)]
+                b = parents[self.rng.integers(len(parents), size=n)]
+                children = np.where(
+                    self.rng.random((n, 1)) < 0.5,
+                    spaces[k].mutate(a, self.rng),
+                    spaces[k].mutate(spaces[k].crossover(a, b, self.rng), self.rng, rate=0.5),
+                )
+                fresh = self._unique(children, pool.rows)
+                if len(fresh):
+                    pools[k] = _merge(pool, self._score(k, fresh))
+        return pools
+
+    def _score(self, k: int, rows: np.ndarray) -> _Pool:
+        score, embedding = self.scorer.score(k, rows)
+        self.scored += len(rows)
+        mean, deviation = self.posterior.predict(score, embedding)
+        return _Pool(rows, score, embedding, mean + EXPLORE * deviation)
+
+    @staticmethod
+    def _unique(rows: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
+        rows = np.unique(rows, axis=0)
+        if known is None or not len(known) or not rows.shape[1]:
+            return rows
+        return rows[~np.isin(_packed(rows), _packed(known))]
+
+    @staticmethod
+    def _top(pool: _Pool, n: int) -> list[tuple[int, float]]:
+        order = np.argsort(-pool.value, kind="stable")[:n]
+        return [(int(i), float(pool.value[i])) for i in order]
+
+
+def _close(row: np.ndarray, chosen: list[np.ndarray]) -> bool:
+    """Whether a batch already holds a candidate that differs in too few decisions."""
+    need = 2 if len(row) > 3 else 1
+    return any(int((row != other).sum()) < need for other in chosen)
+
+
+def _packed(rows: np.ndarray) -> np.ndarray:
+    """Each row as one opaque value, so that whole rows compare."""
+    return np.ascontiguousarray(rows).view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel()
+
+
+def _merge(a: _Pool, b: _Pool) -> _Pool:
+    return _Pool(*(np.concatenate([x, y]) for x, y in zip(_fields(a), _fields(b), strict=True)))
+
+
+def _fields(pool: _Pool) -> tuple[np.ndarray, ...]:
+    return pool.rows, pool.score, pool.embedding, pool.value

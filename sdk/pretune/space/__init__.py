@@ -1,0 +1,6 @@
+"""Design spaces: what MetaSchedule lets be decided for a task, as tables of options."""
+
+from pretune.space.slots import Slot, factorisations
+from pretune.space.space import Candidate, DesignSpace, TaskSpace
+
+__all__ = ["Candidate", "DesignSpace", "Slot", "TaskSpace", "factorisations"]
