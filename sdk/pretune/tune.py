@@ -1,8 +1,9 @@
 """The main job: a program in, a tuned one out.
 
-``tune`` reads the program, and for each of its tasks: generates the design spaces, lets the world model rank many thousands
-of candidates in latent space, measures the most promising, learns from the latencies, and repeats. Every latency is on
-disk before the next candidate starts, so that a run can be stopped at any moment and resumed.
+``tune`` reads the program, and for each of its tasks: generates the design spaces, lets the world model rank
+many thousands of candidates in latent space, measures the most promising, learns from the latencies, and
+repeats. Every latency is on disk before the next candidate starts, so that a run can be stopped at any moment
+and resumed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from pretune.measure import MeasurePool  # noqa: E402
 from pretune.model import TaskScorer, WorldModel, find_weights  # noqa: E402
 from pretune.records import Record, RunFolder, best_records, make_record, target_key, write_database  # noqa: E402
 from pretune.search import Proposal, TaskSearch  # noqa: E402
-from pretune.space import Candidate, TaskSpace  # noqa: E402
+from pretune.space import TaskSpace  # noqa: E402
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -44,6 +45,14 @@ FINALISTS = 4
 """Candidates timed in turns with the default schedule before the winner is named."""
 
 FINAL_ROUNDS = 7
+
+TOO_SLOW = 3.0
+"""A default schedule this many times slower than the best trial is not timed with the finalists again: it may
+take seconds a call."""
+
+PATIENCE = 60.0
+"""Seconds that the untuned program may run: naive code of a large convolution takes longer than a candidate
+should."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +91,8 @@ class TaskResult:
     default, best : float or None
         Latencies in seconds of the untuned and of the chosen schedule, timed in turns; None if not measured.
     chosen_by : str
-        ``"search"``; ``"default"`` if nothing beat the untuned schedule; ``"only"`` where the design space holds one
-        candidate; ``"model"`` for the first choice of an unmeasured run; ``"failed"``.
+        ``"search"``; ``"default"`` if nothing beat the untuned schedule; ``"only"`` where the design space
+        holds one candidate; ``"model"`` for the first choice of an unmeasured run; ``"failed"``.
     trace : list or None
         The chosen schedule as ``[instructions, decisions]``; None for the default.
     notes : list of str
@@ -164,7 +173,8 @@ def tune(
     Parameters
     ----------
     source : str, Path or object
-        An ``.onnx``, ``.pt2``, ``.py`` or ``.json`` file, or such a program as an object; see `pretune.intake.load_program`.
+        An ``.onnx``, ``.pt2``, ``.py`` or ``.json`` file, or such a program as an object; see
+        `pretune.intake.load_program`.
     target : str, dict or tvm.target.Target
         ``"native"`` is this machine.
     shapes : mapping, optional
@@ -208,14 +218,16 @@ def tune(
         pool = stack.enter_context(MeasurePool(made)) if trials else None
         setup_tvm(made.kind.name)
         model = WorldModel(chosen, env.num_threads() or machine.cores)
-        run = _Run(made, hardware, model, pool, folder, trials, seed, on_progress, folder.log.load(), len(tasks))
+        records = folder.log.load()
+        run = Run(made, hardware, model, pool, folder, trials, seed, on_progress, records, len(tasks))
         results = [run.task(i, task) for i, task in enumerate(tasks)]
         notices = list(run.notices)
         library = _write(program, tasks, results, made, folder, run.records, notices)
+        used = f"{chosen.config.name} ({chosen.why})"
+        seconds = time.monotonic() - started
         result = TuneResult(
-            program.name, str(made), f"{chosen.config.name} ({chosen.why})", hardware, results, folder.path, library,
-            time.monotonic() - started, notices,
-        )  # fmt: skip
+            program.name, str(made), used, hardware, results, folder.path, library, seconds, notices
+        )
         folder.write_result(result.to_dict())
     if all(r.chosen_by == "failed" for r in results):
         first = results[0]
@@ -231,14 +243,28 @@ def load(weights: str | Path | None = None, *, target: Any = "native") -> WorldM
 
 
 @dataclass
-class _Run:
-    """What the tasks of a run share."""
+class Run:
+    """What the tasks of a run share. `tune` makes one; a benchmark makes its own to tune tasks one by one.
+
+    Attributes
+    ----------
+    pool : MeasurePool or None
+        None measures nothing, and takes the model's first choice.
+    folder : RunFolder or None
+        Where records go; needed with a pool.
+    budget : int
+        Trials per task.
+    records : list of Record
+        What earlier runs measured; what this one measures is appended.
+    count : int
+        Number of tasks.
+    """
 
     target: Target
     hardware: Hardware
     model: WorldModel
     pool: MeasurePool | None
-    folder: RunFolder
+    folder: RunFolder | None
     budget: int
     seed: int
     on_progress: Callable[[Progress], None] | None
@@ -247,10 +273,12 @@ class _Run:
     notices: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     done_trials: int = 0
+    searched: int = 0
 
     def task(self, index: int, task: Task) -> TaskResult:
         """Tune one task; whatever goes wrong costs this task only."""
         result = TaskResult(task.task_id, task.name, task.weight)
+        self.report(index, task)
         try:
             space = TaskSpace.generate(task.mod, self.target)
             if space.is_trivial:
@@ -258,7 +286,7 @@ class _Run:
             elif self.pool is None:
                 self._first_choice(space, task, result)
             else:
-                _TaskRun(self, self.pool, index, task, space, result).run()
+                _TaskRun(self, index, task, space, result).run()
         except PretuneError:
             raise  # A full disk or a dead pool ends the run; what was measured is on disk.
         except Exception as error:
@@ -267,8 +295,24 @@ class _Run:
             result.error = _one_line(error)
         return result
 
+    def report(
+        self, index: int, task: Task, trials: int = 0, best: float = math.inf, default: float = math.inf
+    ) -> None:
+        """Tell whoever shows progress where this task is."""
+        if self.on_progress is None:
+            return
+        left = math.nan
+        if self.done_trials >= 4:
+            # Tasks to come are searched or have nothing to decide in the proportion of those so far.
+            share = self.searched / (index + 1)
+            remaining = (self.count - index - 1) * share * self.budget + max(0, self.budget - trials)
+            left = (time.monotonic() - self.started) / self.done_trials * remaining
+        self.on_progress(Progress(task.name, index, self.count, trials, self.budget, best, default, left))
+
     def _only_candidate(self, space: TaskSpace, result: TaskResult) -> None:
-        candidate = space.materialise(0, np.zeros(len(space.spaces[0].slots), np.int32)) if space.spaces else None
+        candidate = None
+        if space.spaces:
+            candidate = space.materialise(0, np.zeros(len(space.spaces[0].slots), np.int32))
         result.chosen_by, result.trace = ("only", candidate.trace_json) if candidate else ("default", None)
 
     def _first_choice(self, space: TaskSpace, task: Task, result: TaskResult) -> None:
@@ -282,41 +326,47 @@ class _Run:
 class _TaskRun:
     """Search, measure and decide one task."""
 
-    def __init__(self, run: _Run, pool: MeasurePool, index: int, task: Task, space: TaskSpace, result: TaskResult) -> None:
-        self.shared, self.pool, self.index, self.task, self.space, self.result = run, pool, index, task, space, result
+    def __init__(self, run: Run, index: int, task: Task, space: TaskSpace, result: TaskResult) -> None:
+        assert run.pool is not None and run.folder is not None
+        self.shared, self.pool, self.folder = run, run.pool, run.folder
+        self.index, self.task, self.space, self.result = index, task, space, result
         self.key = target_key(run.target)
         self.best = self.default = math.inf
         self.trials = 0
-        self.by_trace: dict[str, Candidate] = {}
 
     def run(self) -> None:
-        earlier = [r for r in self.shared.records if r.task_id == self.task.task_id and r.target_key == self.key]
-        measured = [r for r in earlier if r.kind == "trial"]
+        shared = self.shared
+        shared.searched += 1
+        measured = [r for r in self._mine() if r.kind == "trial"]
         self.trials = sum(1 for r in measured if r.trace is not None)
         self.best = min((r.latency for r in measured), default=math.inf)
         if not any(r.trace is None for r in measured):
-            self._measure([None], [self.task.mod])
+            with _patient(self.pool):
+                self._measure([None], [self.task.mod])
         self.default = min((r.latency for r in self._mine() if r.trace is None), default=math.inf)
-        budget = self.shared.budget
-        if self.trials < budget:
-            search = TaskSearch(
-                self.space, TaskScorer(self.shared.model, self.space, self.shared.hardware), seed=self.shared.seed
-            )
+        if self.trials < shared.budget:
+            scorer = TaskScorer(shared.model, self.space, shared.hardware)
+            search = TaskSearch(self.space, scorer, seed=shared.seed)
             restore(search, measured)
-            while self.trials < budget:
-                proposals = search.propose(min(BATCH, budget - self.trials))
-                if not proposals:
-                    break  # Every candidate of a small design space has been measured.
-                latencies = self._measure(proposals, [p.candidate.mod for p in proposals])
-                search.update(proposals, latencies)
+            self._search(search, _programs(self.task, measured))
         self.result.trials = self.trials
         self._decide()
+
+    def _search(self, search: TaskSearch, known: set[int]) -> None:
+        """Propose, measure, learn, until the trials are spent. `known` programs were measured before."""
+        while self.trials < self.shared.budget:
+            proposals = search.propose(min(BATCH, self.shared.budget - self.trials))
+            if not proposals:
+                break  # Every candidate of a small design space has been measured.
+            proposals = [p for p in proposals if p.candidate.shash not in known]
+            latencies = self._measure(proposals, [p.candidate.mod for p in proposals])
+            search.update(proposals, latencies)
 
     def _mine(self) -> list[Record]:
         return [r for r in self.shared.records if r.task_id == self.task.task_id and r.target_key == self.key]
 
     def _measure(self, proposals: Sequence[Proposal | None], mods: list[Any]) -> list[float]:
-        """Measure candidates (None is the default schedule); each is recorded before the next one is timed."""
+        """Measure candidates (None: the default schedule); each is recorded before the next one is timed."""
         latencies = [math.inf] * len(mods)
 
         def on_result(i: int, measured: Measured) -> None:
@@ -337,20 +387,18 @@ class _TaskRun:
                 self.shared.done_trials += 1
             else:
                 self.default = measured.latency
-            self._progress()
+            self.shared.report(self.index, self.task, self.trials, self.best, self.default)
 
         best = self.best if math.isfinite(self.best) else None
         self.pool.measure(mods, best=best, on_result=on_result)
         return latencies
 
-    def _record(self, measured: Measured, **fields: Any) -> Record:
+    def _record(self, measured: Measured, **fields: Any) -> None:
         shared = self.shared
-        record = make_record(
-            self.task, shared.target, measured, hardware=shared.hardware, seed=shared.seed, **fields
-        )
-        shared.folder.log.append(record)
+        fields |= {"hardware": shared.hardware, "seed": shared.seed}
+        record = make_record(self.task, shared.target, measured, **fields)
+        self.folder.log.append(record)
         shared.records.append(record)
-        return record
 
     def _decide(self) -> None:
         """Time the finalists in turns with the default, check the winner's outputs, and name it."""
@@ -366,7 +414,8 @@ class _TaskRun:
         if not ranked:
             raise RuntimeError("no schedule gives the outputs of the untuned program")
         winner = ranked[0]
-        default = next((r for r in ranked if r.trace is None), None)
+        # A default far behind has been measured, but not as a finalist.
+        default = next((r for r in [*ranked, *self._mine()] if r.trace is None and r.ok), None)
         result.best = _median(winner.latencies)
         result.default = _median(default.latencies) if default is not None else None
         result.trace = winner.trace
@@ -374,47 +423,63 @@ class _TaskRun:
 
     def _finals(self, ranked: list[Record]) -> None:
         """Write a final record for each finalist; one whose outputs are wrong is recorded as failed."""
-        default = [r for r in ranked if r.trace is None]
+        default = [r for r in ranked if r.trace is None and r.latency < TOO_SLOW * ranked[0].latency]
         finalists = [r for r in ranked if r.trace is not None][:FINALISTS] + default
-        mods = [self._module_of(r) for r in finalists]
+        mods = [self.task.mod if r.trace is None else replay(self.task.mod, r.trace) for r in finalists]
         timed = self.pool.interleave(mods, rounds=FINAL_ROUNDS)
-        order = sorted(range(len(finalists)), key=lambda i: timed[i].latency)
-        checked = False
-        for i in order:
-            record, measured = finalists[i], timed[i]
-            if record.trace is not None and not checked and measured.ok:
-                wrong = self.pool.compare(self.task.mod, mods[i])
-                if wrong is None:
-                    checked = True  # Only a winner needs checking; slower ones are never used.
-                else:
-                    note = f"{self.task.name}: trial {record.trial} computes something else and was dropped ({wrong})"
-                    self.result.notes.append(note)
-                    self.shared.notices.append(note)
-                    measured = _failed(measured, wrong)
-            if record.trace is None:
-                checked = True
+        for i in sorted(range(len(finalists)), key=lambda i: timed[i].latency):
+            if finalists[i].trace is None:
+                break  # The default is the winner.
+            if not timed[i].ok:
+                continue
+            wrong = self._check(mods[i])
+            if wrong is None:
+                break  # Only a winner needs checking; slower ones are never used.
+            trial = f"{self.task.name}: trial {finalists[i].trial}"
+            self._note(f"{trial} computes something else and was dropped ({wrong})")
+            timed[i] = _failed(timed[i], wrong)
+        # Written only now, so that a run stopped meanwhile leaves no finalist that was not checked.
+        for record, measured in zip(finalists, timed, strict=True):
             self._record(
                 measured, kind="final", trace=record.trace, chosen_by=record.chosen_by, trial=record.trial,
                 space=record.space, decisions=record.decisions,
             )  # fmt: skip
 
-    def _module_of(self, record: Record) -> Any:
-        if record.trace is None:
-            return self.task.mod
-        return replay(self.task.mod, record.trace)
+    def _check(self, mod: Any) -> str | None:
+        """What is wrong with a candidate's outputs; None if nothing is."""
+        if not math.isfinite(self.default):
+            self._note(f"{self.task.name}: outputs were not compared, for the untuned program does not run")
+            return None
+        with _patient(self.pool):
+            return self.pool.compare(self.task.mod, mod)
 
-    def _progress(self) -> None:
-        shared = self.shared
-        if shared.on_progress is None:
-            return
-        elapsed = time.monotonic() - shared.started
-        left = math.nan
-        if shared.done_trials >= 4:
-            remaining = (shared.count - self.index - 1) * shared.budget + shared.budget - self.trials
-            left = elapsed / shared.done_trials * remaining
-        shared.on_progress(
-            Progress(self.task.name, self.index, shared.count, self.trials, shared.budget, self.best, self.default, left)
-        )
+    def _note(self, text: str) -> None:
+        self.result.notes.append(text)
+        self.shared.notices.append(text)
+
+
+@contextlib.contextmanager
+def _patient(pool: MeasurePool) -> Iterator[None]:
+    """Let the untuned program run longer than a candidate may."""
+    usual = pool.run_timeout
+    pool.run_timeout = max(usual, PATIENCE)
+    try:
+        yield
+    finally:
+        pool.run_timeout = usual
+
+
+def _programs(task: Task, records: Sequence[Record]) -> set[int]:
+    """Structural hashes of the programs measured before: other decisions may lead to the same program."""
+    from tvm_ffi import structural_hash
+
+    known: set[int] = set()
+    for record in records:
+        # A record of another TVM may not replay here; measuring it again is no harm.
+        with contextlib.suppress(Exception):
+            if record.trace is not None:
+                known.add(structural_hash(replay(task.mod, record.trace)))
+    return known
 
 
 def restore(search: TaskSearch, records: Sequence[Record]) -> None:
@@ -466,9 +531,14 @@ def _write(
     from tvm.s_tir import meta_schedule as ms
 
     database = ms.database.JSONDatabase(work_dir=str(folder.database_dir))
-    executable = compile_program(program, target, database)
     try:
-        return export_library(executable, folder.library_path)
+        return export_library(compile_program(program, target, database), folder.library_path)
     except EnvironmentFaultError as error:  # No linker here; the database can be applied where there is one.
         notices.append(str(error))
-        return None
+    except PretuneError:
+        raise
+    except Exception as error:  # What was measured is worth keeping, whatever TVM makes of the whole program.
+        if env.debug():
+            raise
+        notices.append(f"TVM cannot compile the whole program, so there is no model.so: {_one_line(error)}")
+    return None
