@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,19 @@ def load_pt2(path: Path) -> Any:
         import torch
     except ImportError:
         raise MissingExtraError(f"reading {path}", "export") from None
+    if not zipfile.is_zipfile(path):
+        raise InputError(f"{path} is not a torch.export program, or is truncated; write it with: {EXPORT}")
+    logger = logging.getLogger("torch.export")  # prints the stack trace of whatever fails
+    silent, logger.disabled = logger.disabled, True
     try:
         return torch.export.load(str(path))
     except Exception as error:  # zip, pickle, JSON and version errors
         raise InputError(
-            f"{path} is not a torch.export program, or is truncated: {first_line(error)}; "
+            f"{path} is not a torch.export program that this torch reads: {first_line(error)}; "
             f"write it with: {EXPORT}"
         ) from error
+    finally:
+        logger.disabled = silent
 
 
 def program_from_exported(
