@@ -18,12 +18,12 @@ except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH, 
 if TYPE_CHECKING:
     from pretune.hardware import Hardware
     from pretune.metaschedule import CostModel, LatentSearch
-    from pretune.tune import TuneResult, load, tune
+    from pretune.tuning import TuneResult, load, tune
 
 _LAZY = {
-    "tune": "pretune.tune",
-    "load": "pretune.tune",
-    "TuneResult": "pretune.tune",
+    "tune": "pretune.tuning",
+    "load": "pretune.tuning",
+    "TuneResult": "pretune.tuning",
     "LatentSearch": "pretune.metaschedule",
     "CostModel": "pretune.metaschedule",
     "Hardware": "pretune.hardware",

@@ -1,16 +1,15 @@
-"""The world model inside stock MetaSchedule: a search strategy and a cost model for ``ms.tune_tir`` and ``tune_relax``.
+"""The world model inside stock MetaSchedule: a search strategy and a cost model for ``tune_tir``, ``tune_relax``.
 
     from tvm.s_tir import meta_schedule as ms
     import pretune
-    ms.tune_tir(mod, target, work_dir, 64, strategy=pretune.LatentSearch(), cost_model=pretune.CostModel(), ...)
+    ms.tune_tir(mod, target, work_dir, 64, strategy=pretune.LatentSearch(), cost_model=pretune.CostModel())
 
-Either works without the other: the strategy ranks by itself and does not ask the cost model; the cost model scores what
-the stock evolutionary search proposes.
+Either works without the other: the strategy ranks by itself and does not ask the cost model; the cost model
+scores what the stock evolutionary search proposes.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,8 @@ from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
 from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate, PySearchStrategy  # noqa: E402
 from tvm.s_tir.meta_schedule.utils import derived_object  # noqa: E402
 
-from pretune.features import ActionEncoder, encode_state  # noqa: E402
-from pretune.features.program import read_program  # noqa: E402
 from pretune.hardware import detect, hardware_for_target  # noqa: E402
-from pretune.model import TaskScorer, WorldModel, find_weights  # noqa: E402
+from pretune.model import TaskScorer, TraceScorer, WorldModel, find_weights  # noqa: E402
 from pretune.search import Posterior, Proposal, TaskSearch  # noqa: E402
 from pretune.space import DesignSpace, TaskSpace  # noqa: E402
 from pretune.space.space import trace_to_json  # noqa: E402
@@ -81,7 +78,12 @@ class LatentSearch(PySearchStrategy):
         self._context = context
 
     def pre_tuning(
-        self, max_trials: int, num_trials_per_iter: int, design_spaces: Any, database: Any = None, cost_model: Any = None
+        self,
+        max_trials: int,
+        num_trials_per_iter: int,
+        design_spaces: Any,
+        database: Any = None,
+        cost_model: Any = None,
     ) -> None:
         context = self._context
         assert context is not None and context.mod is not None and context.space_generator is not None
@@ -165,43 +167,13 @@ class CostModel(PyCostModel):
 
 
 class _Scored:
-    """One task: its latent, and an action encoder per design space seen in candidates' traces."""
+    """One task: the scorer of its traces, and what its trials taught."""
 
     def __init__(self, context: TuneContext, model: WorldModel, hardware: Any) -> None:
         assert context.mod is not None
-        func = context.mod["main"]
-        self.model, self.cores = model, hardware.cores
-        self.vector = np.asarray(hardware.vector(), dtype=np.float32)
-        self.blocks = read_program(func)
-        self.z0 = model.encode(encode_state(func, cores=self.cores))
+        self.scorer = TraceScorer(context.mod, model, hardware)
         self.posterior = Posterior()
-        self._encoders: dict[str, ActionEncoder] = {}
 
     def score(self, candidates: list[MeasureCandidate]) -> tuple[np.ndarray, np.ndarray]:
-        """Scores ``[n]`` and embeddings ``[n, e]`` of candidates given as traces."""
-        groups: dict[str, tuple[list[int], list[list[list[int]]]]] = {}
-        for i, candidate in enumerate(candidates):
-            insts, decisions = trace_to_json(candidate.sch.trace)
-            end = next((k for k, inst in enumerate(insts) if inst[0] == "EnterPostproc"), len(insts))
-            key = json.dumps(insts[:end])
-            taken = [d if isinstance(d, list) else [d] for k, d in decisions if k < end]
-            rows = groups.setdefault(key, ([], []))
-            rows[0].append(i)
-            rows[1].append(taken)
-        score = np.zeros(len(candidates), np.float32)
-        embedding: np.ndarray | None = None
-        for key, (index, rows) in groups.items():
-            encoder = self._encoders.get(key)
-            if encoder is None:
-                encoder = self._encoders[key] = ActionEncoder(self.blocks, json.loads(key), self.cores)
-            decisions = [np.array([r[s] for r in rows], np.int32) for s in range(len(rows[0]))]
-            actions, summary = encoder.encode(decisions)
-            pairs = [(step.type_id, a) for step, a in zip(encoder.steps, actions, strict=True)]
-            zT = self.model.rollout(self.z0, pairs)
-            zT = zT if len(zT) == len(index) else np.repeat(zT, len(index), axis=0)
-            summary = summary if len(summary) == len(index) else np.repeat(summary, len(index), axis=0)
-            s, e = self.model.rank(zT, summary, self.vector)
-            embedding = np.zeros((len(candidates), e.shape[1]), np.float32) if embedding is None else embedding
-            score[index], embedding[index] = s, e
-        assert embedding is not None
-        return score, embedding
+        """Scores ``[n]`` and embeddings ``[n, e]``."""
+        return self.scorer.score([trace_to_json(candidate.sch.trace) for candidate in candidates])

@@ -1,7 +1,16 @@
 """The world model: encoder, transition and ranker under ONNX Runtime, and the weights they are loaded from."""
 
 from pretune.model.scorer import SpaceScorer, TaskScorer
+from pretune.model.trace_scorer import TraceScorer
 from pretune.model.weights import Weights, find_weights, load_weights
 from pretune.model.world_model import WorldModel
 
-__all__ = ["SpaceScorer", "TaskScorer", "Weights", "WorldModel", "find_weights", "load_weights"]
+__all__ = [
+    "SpaceScorer",
+    "TaskScorer",
+    "TraceScorer",
+    "Weights",
+    "WorldModel",
+    "find_weights",
+    "load_weights",
+]

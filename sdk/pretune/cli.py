@@ -1,0 +1,433 @@
+"""The command line. Every command imports what it needs when it runs: ``pretune --help`` loads no TVM.
+
+Results go to stdout, everything else to stderr. A `PretuneError` becomes one line and its exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import pretune
+from pretune import env
+from pretune.errors import InputError, OptionError, PretuneError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pretune.tuning import TuneResult
+
+DEMO = Path(__file__).parent / "demo" / "digits.onnx"
+DEMO_TRIALS, DEFAULT_TRIALS = 12, 64
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+class _Commands(click.Group):
+    """Turns errors into one line on stderr, and an exit status."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **kwargs)
+        try:
+            status = super().main(*args, standalone_mode=False, **kwargs)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            status = error.exit_code
+        except click.ClickException as error:
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "pretune"
+            _complain(f"{error.format_message()} (see: {command} --help)")
+            status = error.exit_code
+        except click.Abort:
+            status = INTERRUPTED
+        sys.exit(status if isinstance(status, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PretuneError as error:
+            if env.debug():
+                raise
+            _complain(str(error))
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            _complain("interrupted")
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:  # ``pretune ... | head``
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            ctx.exit(1)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if env.debug():
+                raise
+            line = (str(error).strip().splitlines() or [""])[-1][:300]
+            _complain(f"unexpected {type(error).__name__}: {line} (PRETUNE_DEBUG=1 shows where)")
+            ctx.exit(1)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(pretune.__version__, prog_name="pretune")
+def main() -> None:
+    """Auto-tuning of tensor programs with pretrained world models, on top of TVM."""
+
+
+_shape = click.option("--shape", "shapes", multiple=True, metavar="NAME=1x3x..", help="Shape of an input.")
+_target = click.option("--target", default="native", show_default=True, help='Such as "llvm -mcpu=znver4".')
+_weights = click.option("--weights", metavar="DIR", help="Weights folder, in place of the installed one.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
+
+
+@main.command()
+@click.argument("source", metavar="INPUT", required=False)
+@click.option("--demo", is_flag=True, help="Tune the small network that comes with pretune.")
+@_shape
+@_target
+@click.option("--trials", type=int, help=f"Candidates measured per task [default: {DEFAULT_TRIALS}]; 0: none.")
+@click.option("--op", metavar="GLOB", help="Tune only tasks with such names, as in '*conv2d*'.")
+@click.option("--out", metavar="DIR", help="Results; an earlier run there is resumed [default: pretune-out].")
+@_weights
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of all sampling.")
+@_json
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def tune(
+    source: str | None,
+    demo: bool,
+    shapes: Sequence[str],
+    target: str,
+    trials: int | None,
+    op: str | None,
+    out: str | None,
+    weights: str | None,
+    seed: int,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Tune a program: INPUT is an .onnx, .pt2, .py (TVMScript) or .json (TVM) file."""
+    if demo and source:
+        raise OptionError("--demo tunes the network that comes with pretune; leave out INPUT, or --demo")
+    if not demo and not source:
+        raise OptionError("nothing to tune; give an INPUT file, or --demo")
+    if trials is None:
+        trials = DEMO_TRIALS if demo else DEFAULT_TRIALS
+    if trials < 0:
+        raise OptionError(f"--trials {trials} is not a number of trials; give 0 or more, as in --trials 64")
+    if seed < 0:
+        raise OptionError(f"--seed {seed} is negative; give 0 or more")
+    folder = Path(out or ("pretune-demo" if demo else "pretune-out"))
+    if demo and not DEMO.is_file():
+        raise InputError(f"{DEMO} is missing; reinstall: pip install --force-reinstall --no-deps pretune")
+
+    with _to_stderr():
+        from pretune import tuning
+        from pretune.intake import parse_shape_options
+        from pretune.progress import show_progress
+
+        try:
+            with show_progress(quiet) as on_progress:
+                result = tuning.tune(
+                    DEMO if demo else source,
+                    target=target,
+                    shapes=parse_shape_options(shapes),
+                    trials=trials,
+                    op=op,
+                    out=folder,
+                    weights=weights,
+                    seed=seed,
+                    on_progress=on_progress,
+                )
+        except KeyboardInterrupt:
+            _complain(f"interrupted; {_kept(folder / 'records.jsonl')}")
+            raise click.exceptions.Exit(INTERRUPTED) from None
+    _print(result.to_dict(), as_json, lambda console: _show_result(result, console))
+
+
+@main.command()
+@click.argument("source", metavar="INPUT")
+@click.option("--traces", required=True, metavar="FILE", help="A trace a line; records.jsonl will do.")
+@_shape
+@_target
+@click.option("--op", metavar="GLOB", help="The task that the traces are for.")
+@_weights
+@_json
+def rank(
+    source: str,
+    traces: str,
+    shapes: Sequence[str],
+    target: str,
+    op: str | None,
+    weights: str | None,
+    as_json: bool,
+) -> None:
+    """Order traces of a task of INPUT by predicted speed, without measuring."""
+    with _to_stderr():
+        from pretune.intake import parse_shape_options
+        from pretune.rank import rank as rank_traces
+
+        found = rank_traces(
+            source, traces, target=target, shapes=parse_shape_options(shapes), op=op, weights=weights
+        )
+    _print(found, as_json, lambda console: _show_ranking(found, console))
+
+
+@main.command()
+@_json
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """What pretune finds on this machine and would use; exit status 1 if something is wrong."""
+    with _to_stderr():
+        from pretune import doctor as examination
+
+        found = examination.report()
+    _print(found, as_json, lambda console: console.print(examination.render(found)))
+    ctx.exit(1 if found["problems"] else 0)
+
+
+@main.group()
+def bench() -> None:
+    """Measure pretune against stock MetaSchedule on this machine."""
+
+
+@bench.command("search")
+@click.option("--suite", required=True, metavar="FILE.py", help="Defines SUBGRAPHS: objects with build().")
+@click.option("--only", metavar="NAME,NAME", help="Only these subgraphs.")
+@click.option("--trials", type=int, default=64, show_default=True, help="Of pretune, per task; 0: none.")
+@click.option("--baseline-trials", type=int, default=64, show_default=True, help="Of MetaSchedule, per task.")
+@click.option("--seeds", type=int, default=1, show_default=True, help="Runs of each, with seeds 0, 1 ...")
+@_weights
+@click.option("--out", metavar="DIR", help="Rows as they come, and logs; the same command resumes.")
+@_json
+@click.option("-q", "--quiet", is_flag=True, help="No line per subgraph.")
+def bench_search(
+    suite: str,
+    only: str | None,
+    trials: int,
+    baseline_trials: int,
+    seeds: int,
+    weights: str | None,
+    out: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Quality of what the search finds: pretune against MetaSchedule's evolutionary search with XGBoost."""
+    if trials < 0 or baseline_trials < 1 or seeds < 1:
+        raise OptionError("--trials must be 0 or more, --baseline-trials and --seeds 1 or more")
+    with _to_stderr():
+        from pretune.bench import search
+
+        found = search.run(
+            suite,
+            only=[name.strip() for name in only.split(",") if name.strip()] if only else None,
+            trials=trials,
+            baseline_trials=baseline_trials,
+            seeds=seeds,
+            weights=weights,
+            out=out,
+            say=_nothing if quiet else _say,
+        )
+    _print(found, as_json, lambda console: search.render(found, console))
+
+
+@bench.command("startup")
+@click.option("--baseline", is_flag=True, help="Start MetaSchedule too.")
+@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True)
+@_weights
+@_json
+def bench_startup(baseline: bool, repeat: int, weights: str | None, as_json: bool) -> None:
+    """Seconds from the start of a process to its first ranked batch of candidates."""
+    with _to_stderr():
+        from pretune.bench import startup
+
+        found = startup.run(baseline=baseline, repeat=repeat, weights=weights)
+    _print(found, as_json, lambda console: startup.render(found, console))
+
+
+@bench.command("ranking")
+@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Turns of each.")
+@_weights
+@_json
+def bench_ranking(rounds: int, weights: str | None, as_json: bool) -> None:
+    """Candidates ranked a second, against those scored inside MetaSchedule's evolutionary search."""
+    with _to_stderr():
+        from pretune.bench import ranking
+
+        found = ranking.run(rounds=rounds, weights=weights)
+    _print(found, as_json, lambda console: ranking.render(found, console))
+
+
+@bench.command("measure")
+@click.option("--candidates", type=click.IntRange(4), default=48, show_default=True)
+@_json
+def bench_measure(candidates: int, as_json: bool) -> None:
+    """Trials a minute, against MetaSchedule's LocalBuilder and LocalRunner on the same candidates."""
+    with _to_stderr():
+        from pretune.bench import measure
+
+        found = measure.run(candidates=candidates)
+    _print(found, as_json, lambda console: measure.render(found, console))
+
+
+@bench.command("model")
+@click.argument("source", metavar="INPUT.onnx")
+@_shape
+@click.option("--trials", type=int, default=16, show_default=True, help="Per task.")
+@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Turns of each.")
+@click.option("--out", metavar="DIR", help="Folder of the tuning run; an earlier one there is reused.")
+@_weights
+@_json
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def bench_model(
+    source: str,
+    shapes: Sequence[str],
+    trials: int,
+    rounds: int,
+    out: str | None,
+    weights: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Latency of a whole model: untuned TVM, tuned, and ONNX Runtime on the same threads."""
+    if trials < 0:
+        raise OptionError(f"--trials {trials} is not a number of trials; give 0 or more")
+    with _to_stderr():
+        from pretune.bench import model
+        from pretune.intake import parse_shape_options
+        from pretune.progress import show_progress
+
+        with show_progress(quiet) as on_progress:
+            found = model.run(
+                source,
+                shapes=parse_shape_options(shapes),
+                trials=trials,
+                rounds=rounds,
+                out=out,
+                weights=weights,
+                on_progress=on_progress,
+            )
+    _print(found, as_json, lambda console: model.render(found, console))
+
+
+# -- output --------------------------------------------------------------------------------------------------
+
+
+def _complain(text: str) -> None:
+    click.echo(f"error: {text}", err=True)
+
+
+def _kept(records: Path) -> str:
+    """What a run that was stopped leaves."""
+    count = len(records.read_bytes().splitlines()) if records.is_file() else 0
+    if not count:
+        return "nothing was measured yet"
+    return f"{records} keeps what was measured ({count} records); the same command resumes"
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _nothing(_text: str) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _to_stderr() -> Iterator[None]:
+    """Send whatever prints meanwhile to stderr, native code included: stdout is for the result."""
+    sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+    except OSError:  # no stdout at all
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _print(value: dict[str, Any], as_json: bool, show: Callable[[Console], None]) -> None:
+    if as_json:
+        click.echo(json.dumps(value, indent=2, allow_nan=False))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=140, highlight=False)  # a file or a pipe: names are not cut to 80 columns
+    show(console)
+
+
+def _show_result(result: TuneResult, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from pretune.progress import seconds_text
+
+    table = Table("task", "weight", "default", "best", "speed-up", "chosen by")
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    for task in result.tasks:
+        speedup = f"{task.speedup:.2f}x" if task.speedup else "-"
+        how = {
+            "search": f"search, {task.trials} trials",
+            "default": "default: nothing was faster",
+            "only": "only candidate, not measured",
+            "model": "model, not measured",
+            "failed": f"failed: {task.error}",
+        }[task.chosen_by]
+        row = (task.name, str(task.weight), seconds_text(task.default), seconds_text(task.best), speedup, how)
+        table.add_row(*map(escape, row))
+    console.print(table)
+    both = [task for task in result.tasks if task.default and task.best]
+    if both:
+        before = sum(task.weight * (task.default or 0) for task in both)
+        after = sum(task.weight * (task.best or 0) for task in both)
+        console.print(
+            f"what was measured, by weight: {seconds_text(before)} -> {seconds_text(after)} "
+            f"({before / after:.2f}x); tuned in {result.seconds:.0f} s"
+        )
+    for notice in result.notices:
+        console.print(f"notice: {escape(notice)}", soft_wrap=True)
+    files = ["result.json", "records.jsonl", "database/"] + (["model.so"] if result.library else [])
+    console.print(f"results: {escape(str(result.out))}/ ({', '.join(files)})", soft_wrap=True)
+    if result.library:
+        use = f'tvm.relax.VirtualMachine(tvm.runtime.load_module("{result.library}"), tvm.cpu())["main"](x)'
+    else:
+        use = (
+            "tvm.s_tir.meta_schedule.tir_integration.compile_tir(ms.database.JSONDatabase(work_dir="
+            f'"{result.out}/database"), mod, target); compile_relax for a network'
+        )
+    console.print(f"to use them: {escape(use)}", soft_wrap=True)
+
+
+def _show_ranking(found: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from pretune.progress import seconds_text
+
+    for task in found["tasks"]:
+        table = Table("rank", "line", "score", "measured", title=Text(task["name"]), title_justify="left")
+        for column in table.columns:
+            column.justify = "right"
+        for place, row in enumerate(task["ranking"], start=1):
+            table.add_row(str(place), str(row["line"]), f"{row['score']:.4f}", seconds_text(row["latency"]))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

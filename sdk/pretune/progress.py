@@ -1,0 +1,86 @@
+"""A progress line on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pretune.tuning import Progress
+
+REFRESH_S = 0.1
+"""Least time between two updates of the line on a terminal."""
+
+PLAIN_S = 20.0
+"""Least time between two lines where stderr is no terminal."""
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A latency for people: ``1.23 ms``; ``-`` if there is none."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1.0:
+            digits = ".3g" if seconds * scale < 1000 else ".0f"
+            return f"{seconds * scale:{digits}} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def progress_text(progress: Progress) -> str:
+    """One line: task, trials, best and default latency, time left."""
+    parts = [f"task {progress.index + 1}/{progress.tasks} {progress.task}"]
+    if progress.budget:
+        parts.append(f"{progress.trials}/{progress.budget} trials")
+    if math.isfinite(progress.best):
+        parts.append(f"best {seconds_text(progress.best)}")
+    if math.isfinite(progress.default):
+        parts.append(f"default {seconds_text(progress.default)}")
+    if math.isfinite(progress.seconds_left):
+        minutes, seconds = divmod(round(progress.seconds_left), 60)
+        parts.append(f"{minutes}:{seconds:02d} left")
+    return "  ".join(parts)
+
+
+@contextlib.contextmanager
+def show_progress(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """Show a run on stderr: a line that changes on a terminal, now and then a new line elsewhere.
+
+    Yields
+    ------
+    on_progress : callable or None
+        To be called with each `Progress`; None if `quiet`.
+    """
+    if quiet:
+        yield None
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    shown = -math.inf
+    if not console.is_terminal:
+
+        def plain(progress: Progress) -> None:
+            nonlocal shown
+            if time.monotonic() - shown > PLAIN_S:
+                shown = time.monotonic()
+                console.print(progress_text(progress), soft_wrap=True, markup=False)
+
+        yield plain
+        return
+    # No thread that refreshes the line: it would run while candidates are timed.
+    start = Text("reading the program", overflow="ellipsis", no_wrap=True)
+    with Live(start, console=console, auto_refresh=False, transient=True, redirect_stdout=False) as live:
+        live.refresh()
+
+        def update(progress: Progress) -> None:
+            nonlocal shown
+            if time.monotonic() - shown > REFRESH_S or progress.trials == 0:
+                shown = time.monotonic()
+                live.update(Text(progress_text(progress), overflow="ellipsis", no_wrap=True), refresh=True)
+
+        yield update
