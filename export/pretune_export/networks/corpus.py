@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import operator
@@ -158,9 +159,7 @@ def count_decisions(task: Any, target: Any) -> int:
     )
     try:
         return sum(len(space.trace.decisions) for space in context.generate_design_space())
-    except (
-        Exception
-    ) as error:  # a schedule rule that does not fit the program; its type varies with the version
+    except Exception as error:  # a schedule rule that does not fit; the type varies with TVM's version
         print(f"no design space for {task.name}: {error}", file=sys.stderr)
         return -1
 
@@ -229,13 +228,13 @@ def build_corpus(
     """Write the unique tasks of many networks, one JSON line each (`CorpusTask`), gzipped.
 
     Each network is exported in a process of its own with a limit of CPU time, and what it gave is kept in the
-    folder ``<out>.parts``: running again exports only the networks that are missing there. A network that
-    fails is skipped with one warning line.
+    folder ``<out>.parts``: running again exports only the networks that are missing there, so empty it when
+    a network's definition or the intake has changed. A network that fails is skipped with one warning line.
 
     Parameters
     ----------
     out : Path
-        File to write; replaced at once, when complete.
+        File to write; replaced at once, when complete, unless no task was found.
     target : tvm.target.Target, dict or str
         Target of the design spaces.
     networks : iterable of str, optional
@@ -264,9 +263,11 @@ def build_corpus(
     parts = out.with_name(out.name + ".parts")
     parts.mkdir(parents=True, exist_ok=True)
     target = make_target(target)
+    # What one target or TVM version gave is not taken for another's.
+    key = hashlib.sha256(f"{target} {importlib.metadata.version('apache-tvm')}".encode()).hexdigest()[:8]
     merged: dict[str, CorpusTask] = {}
     for name in names:
-        part = parts / f"{name}.jsonl.gz"
+        part = parts / f"{name}.{key}.jsonl.gz"
         if not part.exists():
             error = _export_in_child(NETWORKS[name], target, part, timeout)
             if error:
@@ -279,8 +280,9 @@ def build_corpus(
         print(f"{name}: {len(chosen)} of {len(found)} tasks", file=sys.stderr, flush=True)
         for task in chosen:
             merged[task.id] = _join(merged.get(task.id), task, name, SPLITS[name])
-    # In the order of the identities, which is a random one: any part of the file is a fair sample.
-    _write(out, [merged[key] for key in sorted(merged)])
+    if merged:
+        # In the order of the identities, which is a random one: any part of the file is a fair sample.
+        _write(out, [merged[key] for key in sorted(merged)])
     return len(merged)
 
 
