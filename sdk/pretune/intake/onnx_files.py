@@ -17,6 +17,7 @@ import tvm
 from pretune.errors import InputError
 from pretune.intake.files import check_file
 from pretune.intake.program import Program, Shapes, check_shapes, first_line, program_from_relax
+from pretune.native_log import quiet_native
 
 # A protobuf message holds 2 GB at most; beyond this many bytes, weights go into a file of their own.
 _EXTERNAL_ABOVE = 1_500_000_000
@@ -172,7 +173,7 @@ def _import(model: onnx.ModelProto, label: str) -> tvm.IRModule:
     printed = io.StringIO()
     try:
         # TVM prints to stdout which operator it failed at, and warns of every input it renames.
-        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        with quiet_native(), contextlib.redirect_stdout(printed), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return from_onnx(model, keep_params_in_input=False)  # pyright: ignore[reportArgumentType]
     except tvm.error.OpNotImplemented as error:

@@ -153,7 +153,8 @@ def tasks_of_relax(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Task, 
     """Tasks of a Relax module, deduplicated, heaviest (weight times flops) first.
 
     Functions that cannot be tuned (dynamic shapes inside the network, no block) stay as they are in the
-    compiled program and are left out here.
+    compiled program and are left out here. So are plain reshapes: TVM compiles them to views, which take no
+    time, but only as long as no schedule was applied to them.
 
     Parameters
     ----------
@@ -162,6 +163,7 @@ def tasks_of_relax(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Task, 
     target : tvm.target.Target
         What it will be compiled for.
     """
+    from tvm import relax
     from tvm.s_tir.meta_schedule.relax_integration import extract_tasks
 
     # As compile_relax runs them: under the target, with every optional pass of level 3.
@@ -170,7 +172,7 @@ def tasks_of_relax(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Task, 
     tasks: dict[str, Task] = {}
     for extracted in extract_tasks(lowered, target, module_equality="ignore-tensor"):
         func = extracted.mod["main"]
-        if untunable(func):
+        if untunable(func) or relax.analysis.has_reshape_pattern(func):
             continue
         task = make_task(extracted.task_name, func, int(extracted.weight))
         twin = tasks.get(task.task_id)

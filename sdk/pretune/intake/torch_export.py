@@ -13,6 +13,7 @@ import tvm
 from pretune.errors import InputError, MissingExtraError
 from pretune.intake.files import check_file
 from pretune.intake.program import Program, Shapes, first_line, program_from_relax
+from pretune.native_log import quiet_native
 
 EXPORT = "torch.export.save(torch.export.export(model.eval(), (example,)), 'model.pt2')"
 """What a user runs to get a file that can be read."""
@@ -87,11 +88,19 @@ def program_from_exported(
     for op in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default):
         table.pop(op, None)
     try:
-        with warnings.catch_warnings():
+        with quiet_native(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             exported = exported.run_decompositions(table)
+            updated = sorted(exported.graph_signature.buffers_to_mutate.values())
+            if updated:
+                raise InputError(
+                    f"{name}: the program updates {', '.join(updated[:3])} as it runs, as in training; "
+                    f"call model.eval() before: {EXPORT}"
+                )
             _fold_constants(exported.graph_module)
             mod = from_exported_program(exported, keep_params_as_input=False, run_ep_decomposition=False)
+    except InputError:
+        raise
     except Exception as error:  # assertion, type and index errors of the importer and of torch
         raise InputError(f"{name}: TVM cannot import this PyTorch program: {first_line(error)}") from error
     return program_from_relax(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,6 +73,7 @@ def load_script(path: Path) -> Any:
     from tvm import relax, tirx
 
     check_file(path)
+    sys.path.insert(0, str(path.parent.resolve()))  # as python does: the file may import its neighbours
     try:
         values = runpy.run_path(str(path), run_name="pretune_input")
     except BaseException as error:
@@ -82,6 +84,8 @@ def load_script(path: Path) -> Any:
         ]
         where = f" in line {lines[-1]}" if lines else ""
         raise InputError(f"{path} fails{where}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        sys.path.pop(0)
     kinds = (tirx.PrimFunc, relax.Function, tvm.IRModule)
     found = {key: value for key, value in values.items() if isinstance(value, kinds)}
     # One function under two names is one function.
