@@ -70,7 +70,7 @@ class Collector:
     options : CollectOptions
     pool : MeasurePool
     propose : callable, optional
-        ``(task_space, n, seen, rng) -> [(space, row), ...]``: candidates of a model, in place of mutations.
+        ``(task_space, n, rng) -> [(space, row), ...]``: candidates of a model, for every other round.
     """
 
     target: Target
@@ -78,7 +78,6 @@ class Collector:
     options: CollectOptions
     pool: MeasurePool
     propose: Callable[..., list[tuple[int, np.ndarray]]] | None = None
-    policy: str = "mutation"
     _done: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -121,9 +120,9 @@ class Collector:
             if round_ == 0:
                 policy, wanted = "random", options.random
                 rows = sample(space, 2 * wanted, rng)
-            elif self.propose is not None:
-                policy, wanted = self.policy, options.mutated
-                rows = self.propose(space, wanted, seen, rng)
+            elif self.propose is not None and round_ % 2 == 1:
+                policy, wanted = "model", options.mutated
+                rows = self.propose(space, wanted, rng)
             else:
                 policy, wanted = "mutation", options.mutated
                 rows = mutate_elite(space, elite[: options.elite], 4 * wanted, rng)
@@ -221,3 +220,35 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # A torn last line of a killed run.
                 yield json.loads(line)
+
+
+def read_collected(folders: tuple[Path, ...] | list[Path]) -> tuple[dict[str, list], list[dict[str, Any]]]:
+    """Design spaces by task id, and rows, of one or more folders that a `Collector` wrote.
+
+    Batches during which the machine's speed moved by more than `MAX_DRIFT` are left out.
+    """
+    spaces: dict[str, list] = {}
+    rows: list[dict[str, Any]] = []
+    for folder in folders:
+        for line in _lines(folder / "spaces.jsonl"):
+            spaces[line["task"]] = line["spaces"]
+        for row in _lines(folder / "measured.jsonl"):
+            before, after = row["calibration"]
+            if row["task"] in spaces and abs(after / before - 1) <= MAX_DRIFT:
+                rows.append(row)
+    return spaces, rows
+
+
+def model_proposals(weights: Path, hardware: Any) -> Callable[..., list[tuple[int, np.ndarray]]]:
+    """A `Collector.propose` that lets a model choose: its search's candidates, one in four at random."""
+    from pretune.model import TaskScorer, WorldModel, load_weights
+    from pretune.search import TaskSearch
+
+    model = WorldModel(load_weights(weights), hardware.cores)
+
+    def propose(space: TaskSpace, n: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray]]:
+        search = TaskSearch(space, TaskScorer(model, space, hardware), seed=int(rng.integers(1 << 31)))
+        chosen = [(p.candidate.space, p.row) for p in search.propose(n - n // 4)]
+        return chosen + sample(space, 2 * n, rng)
+
+    return propose

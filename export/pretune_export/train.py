@@ -118,10 +118,11 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
             for row in members:
                 by_task[row["task"]][machine].append(row)
         jobs += [(tasks[t], spaces[t], dict(m), machines, config) for t, m in by_task.items() if t in tasks]
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for n, made in enumerate(pool.imap_unordered(_prepare, jobs, chunksize=4)):
             for task in made:
+                if sum(int(np.isfinite(g.latency).sum()) for g in task.groups) < 2:
+                    continue  # Nothing to rank.
                 (data.train if task.split == "train" else data.validation).append(task)
             if n % 100 == 0:
                 print(f"encoded {n}/{len(jobs)} tasks", flush=True)
@@ -395,3 +396,29 @@ def train(config: TrainConfig, out: Path, *, cache: Path | None = None, deadline
         if done:
             break
     return best
+
+
+def load_best(run: Path) -> WorldModelNet:
+    """The networks of the best epoch of a training run."""
+    saved = torch.load(run / "best.pt", weights_only=True)
+    net = WorldModelNet(Sizes(**saved["sizes"]))
+    net.load_state_dict(saved["net"])
+    return net.eval()
+
+
+def describe_data(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the datasets hold, for ``config.json`` (`MeasuredOn` per machine) and for the manifest."""
+    measured_on, networks = [], set()
+    for folder in config.datasets:
+        tasks, _spaces, rows, machines = read_parquet(Path(folder))
+        networks |= {n for t in tasks.values() if t["split"] == "train" for n in t["networks"]}
+        for name, members in rows.items():
+            machine = machines[name]
+            measured_on.append(
+                {
+                    "cpu": machine["cpu"], "microarch": machine["microarch"], "cores": int(machine["cores"]),
+                    "schedules": len(members), "tasks": len({m["task"] for m in members}),
+                    "days": sorted({m["time"][:10] for m in members}),
+                }  # fmt: skip
+            )
+    return measured_on, {"train_networks": len(networks), "datasets": config.datasets}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pretune.errors import EnvironmentFaultError
 
-TVM_RANGE = ((0, 25), (0, 28))
+TVM_RANGE = ((0, 26), (0, 28))
 """Lowest TVM version that is tested, and the first that is not."""
 
 FFI_BELOW = (0, 1, 15)
@@ -40,14 +40,14 @@ def check_versions() -> None:
     EnvironmentFaultError
         If TVM is not installed, outside `TVM_RANGE`, or paired with an ffi that segfaults.
     """
-    fix = "run: pip install 'apache-tvm>=0.25,<0.28' 'apache-tvm-ffi>=0.1.14,<0.1.15'"
+    fix = "run: pip install 'apache-tvm>=0.26,<0.28' 'apache-tvm-ffi>=0.1.14,<0.1.15'"
     try:
         tvm, ffi = (importlib.metadata.version(name) for name in ("apache-tvm", "apache-tvm-ffi"))
     except importlib.metadata.PackageNotFoundError as error:
         raise EnvironmentFaultError(f"{error.name} is not installed; {fix}") from None
     low, high = TVM_RANGE
     if not low <= _release(tvm)[:2] < high:
-        raise EnvironmentFaultError(f"apache-tvm {tvm} is outside the tested range 0.25 to 0.27; {fix}")
+        raise EnvironmentFaultError(f"apache-tvm {tvm} is outside the tested range 0.26 to 0.27; {fix}")
     if _release(ffi) >= FFI_BELOW:
         raise EnvironmentFaultError(f"apache-tvm-ffi {ffi} crashes with apache-tvm {tvm}; {fix}")
 

@@ -61,23 +61,23 @@ class SpaceScorer:
         Parameters
         ----------
         rows : numpy.ndarray
-            Option indices, int ``[n, slots]``.
+            Option indices, int ``[n, slots]``, at least one row.
 
         Returns
         -------
         score : numpy.ndarray
             float32 ``[n]``, higher is faster, comparable within the task.
-        embedding : numpy.ndarray
-            float32 ``[n, embedding]``.
+        features : numpy.ndarray
+            float32 ``[n, embedding + summary]``: the ranker's embedding, and the summary of the actions.
         """
         # Sorted, neighbours share their first decisions, and with them the first part of the rollout.
         order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
         parts = [self._chunk(rows[order[i : i + CHUNK]]) for i in range(0, len(rows), CHUNK)]
         score = np.empty(len(rows), np.float32)
-        embedding = np.empty((len(rows), parts[0][1].shape[1]), np.float32) if parts else np.empty((0, 0), np.float32)
-        score[order] = np.concatenate([p[0] for p in parts]) if parts else score
-        embedding[order] = np.concatenate([p[1] for p in parts]) if parts else embedding
-        return score, embedding
+        features = np.empty((len(rows), parts[0][1].shape[1]), np.float32)
+        score[order] = np.concatenate([p[0] for p in parts])
+        features[order] = np.concatenate([p[1] for p in parts])
+        return score, features
 
     def _chunk(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         n = len(rows)
@@ -104,7 +104,9 @@ class SpaceScorer:
                 leaders = np.arange(n)
             z = self.model.step(z, step.type_id, self._features(i, rows, env, leaders))
         zT = z if len(z) == n and group[-1] == n - 1 else z[group]
-        return self.model.rank(zT, self.encoder.summarise(env), self.hardware)
+        summary = self.encoder.summarise(env)
+        score, embedding = self.model.rank(zT, summary, self.hardware)
+        return score, np.concatenate([embedding, summary], axis=1)
 
     def _features(self, i: int, rows: np.ndarray, env: Env, leaders: np.ndarray) -> np.ndarray:
         if i in self._static:
@@ -133,6 +135,7 @@ class TaskScorer:
         blocks = read_program(func)
         z0 = model.encode(encode_state(func, cores=cores))
         vector = np.asarray(hardware.vector(), dtype=np.float32)
+        self.embedding_width = model.weights.config.sizes["embedding"]
         self.spaces = [
             SpaceScorer(model, design, ActionEncoder(blocks, design.insts, cores), z0, vector) for design in space.spaces
         ]

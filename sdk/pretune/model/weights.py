@@ -106,6 +106,7 @@ class Considered:
     accepted: bool
     coverage: str
     reason: str
+    level: int = 0
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -216,12 +217,7 @@ def consider(hardware: Hardware, folders: list[Path]) -> list[Considered]:
             continue
         out.append(_judge(hardware, folder, config))
     order = {"measured": 0, "compatible": 1, "uncovered": 2}
-    return sorted(out, key=lambda c: (order[c.coverage], -_level(c.path), c.name))
-
-
-def _level(folder: Path) -> int:
-    level = _decode(folder / "config.json", Config).covers.isa_level if (folder / "config.json").is_file() else ""
-    return ISA_LEVELS.index(level) if level in ISA_LEVELS else 0
+    return sorted(out, key=lambda c: (order[c.coverage], -c.level, c.name))
 
 
 def _judge(hardware: Hardware, folder: Path, config: Config) -> Considered:
@@ -237,10 +233,12 @@ def _judge(hardware: Hardware, folder: Path, config: Config) -> Considered:
             return no(f"needs {covers.isa_level}, this machine's level is unknown")
         if ISA_LEVELS.index(hardware.isa_level) < ISA_LEVELS.index(covers.isa_level):
             return no(f"needs {covers.isa_level}, this machine has {hardware.isa_level}")
+    level = ISA_LEVELS.index(covers.isa_level) if covers.isa_level in ISA_LEVELS else 0
     if any(m.microarch == hardware.microarch for m in config.measured_on):
-        return Considered(config.name, folder, True, "measured", f"measured on {hardware.microarch}")
+        return Considered(config.name, folder, True, "measured", f"measured on {hardware.microarch}", level)
     same = "same" if covers.isa_level == hardware.isa_level else "lower"
-    return Considered(config.name, folder, True, "compatible", f"{same} instruction set level {covers.isa_level}")
+    reason = f"{same} instruction set level {covers.isa_level}"
+    return Considered(config.name, folder, True, "compatible", reason, level)
 
 
 def find_weights(hardware: Hardware, explicit: Path | str | None = None) -> Weights:

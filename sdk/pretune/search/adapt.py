@@ -1,7 +1,7 @@
 """Correct the ranker on the task at hand from the trials measured so far, without torch.
 
-A Gaussian process with the ranker's score as prior mean (its slope fitted) and a squared-exponential kernel over the
-ranker's embeddings. See Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5.
+A Gaussian process with the ranker's score as prior mean (its slope fitted) and a squared-exponential kernel over what
+describes a candidate: the ranker's embedding and the summary of its actions. See Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5.
 """
 
 from __future__ import annotations
@@ -24,9 +24,16 @@ class Posterior:
     """Predicts the negative log latency of candidates of one task.
 
     With no trials `predict` returns the scores themselves and zero deviation.
+
+    Parameters
+    ----------
+    scale : numpy.ndarray, optional
+        Divisor of each feature, ``[e]``, such that unrelated candidates of the task are about 1 apart; by default
+        the spread of the trials themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scale: np.ndarray | None = None) -> None:
+        self._scale = scale
         self._score = np.zeros(0)
         self._x = np.zeros((0, 0))
         self._latency = np.zeros(0)
@@ -78,10 +85,9 @@ class Posterior:
         y = best - np.where(best - y > 2.0, 2.0 + 0.3 * (best - y - 2.0), best - y)
         index = self._kept(y)
         y, score, x = y[index], self._score[index], self._x[index]
-        centre, scale = x.mean(0), x.std(0)
-        # Embedding dimensions count by how far they spread over the task, so dead ones do not divide by zero.
-        spread = float(np.sqrt((scale**2).sum())) + 1e-9
-        scale = np.full_like(scale, spread)
+        centre = x.mean(0)
+        # Features count by how far they spread over the task, so dead ones do not divide by zero.
+        scale = self._scale if self._scale is not None else np.full(x.shape[1], float(np.sqrt(x.var(0).sum())) + 1e-9)
         x = (x - centre) / scale
         design = np.stack([np.ones(len(y)), score], axis=1)
         best_fit = None

@@ -21,8 +21,13 @@ CHILDREN = 2048
 """Children per generation, over all design spaces."""
 
 PARENTS = 192
-EXPLORE = 0.7
+EXPLORE = 0.3
 """Weight of the posterior's deviation when candidates are chosen, once trials exist."""
+
+LOCAL = 0.25
+"""Share of a batch, once trials exist, that is taken among the neighbours of the best of them."""
+
+NEIGHBOURS = 512
 
 
 @dataclass(frozen=True)
@@ -36,13 +41,13 @@ class Proposal:
         Its option indices.
     score : float
         The ranker's score, before any correction.
-    embedding : numpy.ndarray
+    features : numpy.ndarray
     """
 
     candidate: Candidate
     row: np.ndarray
     score: float
-    embedding: np.ndarray
+    features: np.ndarray
 
 
 @dataclass
@@ -51,7 +56,7 @@ class _Pool:
 
     rows: np.ndarray
     score: np.ndarray
-    embedding: np.ndarray
+    features: np.ndarray
     value: np.ndarray
 
 
@@ -73,7 +78,7 @@ class TaskSearch:
     def __init__(self, space: TaskSpace, scorer: TaskScorer, *, seed: int = 0) -> None:
         self.space, self.scorer = space, scorer
         self.rng = np.random.default_rng(seed)
-        self.posterior = Posterior()
+        self.posterior: Posterior | None = None
         self.scored = 0
         self._seen: set[int] = set()
         self._tried: list[set[bytes]] = [set() for _ in space.spaces]
@@ -88,22 +93,28 @@ class TaskSearch:
         greedy : bool
             Take the highest expected value alone: no exploration, no spread.
         """
-        pools = self._evolve()
+        out: list[Proposal] = []
+        chosen: list[list[np.ndarray]] = [[] for _ in self.space.spaces]
+        if self._best and not greedy:
+            self._take(self._neighbours(), int(LOCAL * n), out, chosen, spread=False)
+        self._take(self._evolve(), n, out, chosen, spread=not greedy)
+        return out
+
+    def _take(
+        self, pools: list[_Pool], n: int, out: list[Proposal], chosen: list[list[np.ndarray]], *, spread: bool
+    ) -> None:
+        """Materialise the best of `pools` until `out` holds `n`; with `spread`, close ones come last."""
         order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * n)]
         order.sort(key=lambda item: -item[0])
-        out: list[Proposal] = []
         failures = 0
-        chosen: list[list[np.ndarray]] = [[] for _ in pools]
         postponed: list[tuple[float, int, int]] = []
-        for spread in (True, False):
-            if len(out) == n:
-                break
-            for item in order if spread else postponed:
-                if len(out) == n or failures > 20 * n:
+        for apart in (True, False) if spread else (False,):
+            for item in order if apart or not spread else postponed:
+                if len(out) >= n or failures > 20 * n:
                     break
                 _value, k, i = item
                 row = pools[k].rows[i]
-                if spread and not greedy and _close(row, chosen[k]):
+                if apart and _close(row, chosen[k]):
                     postponed.append(item)
                     continue
                 if row.tobytes() in self._tried[k]:
@@ -115,15 +126,14 @@ class TaskSearch:
                     continue
                 self._seen.add(candidate.shash)
                 chosen[k].append(row)
-                out.append(Proposal(candidate, row, float(pools[k].score[i]), pools[k].embedding[i]))
-        return out
+                out.append(Proposal(candidate, row, float(pools[k].score[i]), pools[k].features[i]))
 
     def update(self, proposals: list[Proposal], latencies: list[float]) -> None:
         """Learn from trials: seconds per candidate, infinite for one that failed."""
         if not proposals:
             return
-        self.posterior.update(
-            np.array([p.score for p in proposals]), np.stack([p.embedding for p in proposals]), np.array(latencies)
+        self._learn(
+            np.array([p.score for p in proposals]), np.stack([p.features for p in proposals]), np.array(latencies)
         )
         for p, latency in zip(proposals, latencies, strict=True):
             if np.isfinite(latency):
@@ -139,11 +149,16 @@ class TaskSearch:
         if (row < 0).any():
             return  # Decisions that this design space does not offer: of another TVM, or corrected by it.
         self._tried[k].add(row.tobytes())
-        score, embedding = self.scorer.score(k, row[None])
-        self.posterior.update(score, embedding, np.array([latency]))
+        score, features = self.scorer.score(k, row[None])
+        self._learn(score, features, np.array([latency]))
         if np.isfinite(latency):
             self._best.append((latency, k, row))
             self._best.sort(key=lambda item: item[0])
+
+    def _learn(self, score: np.ndarray, features: np.ndarray, latency: np.ndarray) -> None:
+        if self.posterior is None:
+            self.posterior = Posterior(self._feature_scale())
+        self.posterior.update(score, features, latency)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -176,11 +191,35 @@ class TaskSearch:
                     pools[k] = _merge(pool, self._score(k, fresh))
         return pools
 
-    def _score(self, k: int, rows: np.ndarray) -> _Pool:
-        score, embedding = self.scorer.score(k, rows)
+    def _neighbours(self) -> list[_Pool]:
+        """Small changes of the best trials, by their expected latency alone."""
+        pools = []
+        for k, design in enumerate(self.space.spaces):
+            best = [row for _latency, space, row in self._best[:4] if space == k]
+            rows = np.stack(best)[self.rng.integers(len(best), size=NEIGHBOURS)] if best else design.sample(0, self.rng)
+            pools.append(self._score(k, self._unique(design.mutate(rows, self.rng, rate=0.5)), explore=0.0))
+        return pools
+
+    def _feature_scale(self) -> np.ndarray:
+        """Divisors under which random candidates differ by about 1 in the embedding and 1 in the summary."""
+        parts = [self.scorer.score(k, design.sample(256, self.rng))[1] for k, design in enumerate(self.space.spaces)]
+        variance = np.concatenate(parts).var(axis=0)
+        width = self.scorer.embedding_width
+        scale = np.empty(len(variance))
+        for group in (slice(0, width), slice(width, None)):
+            scale[group] = np.sqrt(variance[group].sum()) + 1e-6
+        return scale
+
+    def _score(self, k: int, rows: np.ndarray, explore: float = EXPLORE) -> _Pool:
+        if not len(rows):
+            empty = np.zeros(0)
+            return _Pool(rows, empty, np.zeros((0, 1)), empty)
+        score, features = self.scorer.score(k, rows)
         self.scored += len(rows)
-        mean, deviation = self.posterior.predict(score, embedding)
-        return _Pool(rows, score, embedding, mean + EXPLORE * deviation)
+        if self.posterior is None:
+            return _Pool(rows, score, features, score.astype(np.float64))
+        mean, deviation = self.posterior.predict(score, features)
+        return _Pool(rows, score, features, mean + explore * deviation)
 
     @staticmethod
     def _unique(rows: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
@@ -211,4 +250,4 @@ def _merge(a: _Pool, b: _Pool) -> _Pool:
 
 
 def _fields(pool: _Pool) -> tuple[np.ndarray, ...]:
-    return pool.rows, pool.score, pool.embedding, pool.value
+    return pool.rows, pool.score, pool.features, pool.value

@@ -1,0 +1,239 @@
+"""Command line of the training side: from networks to a weights folder.
+
+    pretune-export corpus   networks -> tuning tasks
+    pretune-export collect  tasks -> measured schedules, resumable
+    pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
+    pretune-export make     dataset -> trained, evaluated, exported weights with their card
+
+``train``, ``evaluate``, ``onnx`` and ``card`` are the steps of ``make`` one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import click
+from pretune import env
+from pretune.errors import MissingExtraError, OptionError, PretuneError
+
+
+class _Group(click.Group):
+    """Turns errors raised on purpose into one line and an exit status."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PretuneError as error:
+            if env.debug():
+                raise
+            click.echo(f"error: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except ModuleNotFoundError as error:
+            if error.name in ("torch", "pyarrow", "safetensors", "jinja2", "matplotlib", "tqdm", "onnxscript", "scipy"):
+                click.echo(f"error: {MissingExtraError(f'pretune-export ({error.name})', 'export')}", err=True)
+                ctx.exit(MissingExtraError.exit_code)
+            raise
+
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pretune")
+def main() -> None:
+    """Collect measurements, train world models and publish their weights."""
+
+
+def _target(spec: str) -> tuple[Any, Any]:
+    from pretune.hardware import detect, hardware_for_target, make_target
+
+    machine = detect()
+    target = make_target(spec, machine)
+    return target, hardware_for_target(target, machine)
+
+
+@main.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--target", default="native", show_default=True)
+@click.option("--exclude", type=FILE, help="Suite file whose subgraphs must not be trained on.")
+@click.option("--only", help="Names of networks, with commas between.")
+def corpus(out: Path, target: str, exclude: Path | None, only: str | None) -> None:
+    """Write the tuning tasks of the training networks to OUT (.jsonl.gz)."""
+    from pretune_export.networks import build_corpus, forbidden_task_ids
+
+    made, _hardware = _target(target)
+    forbidden = forbidden_task_ids(exclude, made) if exclude else frozenset()
+    click.echo(build_corpus(out, made, only.split(",") if only else None, forbidden=forbidden))
+
+
+@main.command()
+@click.argument("corpus_file", metavar="CORPUS", type=FILE)
+@click.argument("out", type=FOLDER)
+@click.option("--target", default="native", show_default=True)
+@click.option("--minutes", type=float, default=60.0, show_default=True, help="Stop starting new tasks after this long.")
+@click.option("--random", "random_", type=int, default=24, show_default=True, help="Random candidates per task.")
+@click.option("--mutated", type=int, default=12, show_default=True, help="Candidates in each later round.")
+@click.option("--rounds", type=int, default=2, show_default=True, help="Rounds after the first.")
+@click.option("--model", type=FOLDER, help="Weights folder that proposes the candidates of every other round.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def collect(
+    corpus_file: Path, out: Path, target: str, minutes: float, random_: int, mutated: int, rounds: int,
+    model: Path | None, seed: int,
+) -> None:  # fmt: skip
+    """Measure schedules of the tasks in CORPUS on this machine; appends to OUT and resumes there."""
+    import random
+
+    from pretune.measure import MeasurePool
+
+    from pretune_export.collect import CollectOptions, Collector, model_proposals, read_corpus
+
+    made, hardware = _target(target)
+    tasks = read_corpus(corpus_file)
+    random.Random(seed).shuffle(tasks)
+    propose = model_proposals(model, hardware) if model else None
+    options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed)
+    with MeasurePool(made, build_timeout=8.0, run_timeout=8.0) as pool:
+        collector = Collector(made, out, options, pool, propose)
+        click.echo(collector.run(tasks, time.time() + 60 * minutes))
+
+
+@main.command()
+@click.argument("collected", type=click.Path(path_type=Path, exists=True, file_okay=False), nargs=-1, required=True)
+@click.option("--corpus", "corpus_file", type=FILE, required=True)
+@click.option("--out", type=FOLDER, required=True, help="Such as hub_cards/datasets/cpu-x86-64-v4.")
+@click.option("--machine", required=True, help="Short name of the machine that measured, for the file name.")
+@click.option("--target", default="native", show_default=True, help="Target it measured for.")
+@click.option("--exclude", type=FILE, help="Suite file whose subgraphs are left out.")
+def dataset(
+    collected: tuple[Path, ...], corpus_file: Path, out: Path, machine: str, target: str, exclude: Path | None
+) -> None:
+    """Turn COLLECTED folders into parquet. Run it on the machine that measured: its description goes in."""
+    from pretune_export.collect import read_collected, read_corpus
+    from pretune_export.dataset import write_parquet
+
+    made, hardware = _target(target)
+    forbidden: frozenset[str] = frozenset()
+    if exclude:
+        from pretune_export.networks import forbidden_task_ids
+
+        forbidden = forbidden_task_ids(exclude, made)
+    spaces, rows = read_collected(collected)
+    tasks = [t for t in read_corpus(corpus_file) if t["id"] not in forbidden]
+    known = {t["id"] for t in tasks}
+    rows = [r for r in rows if r["task"] in known]
+    if not rows:
+        raise OptionError(f"{collected[0]}: no measured schedules of tasks in {corpus_file}; run: pretune-export collect")
+    days = sorted({r["time"][:10] for r in rows})
+    write_parquet(
+        out, tasks, spaces, rows,
+        {
+            "name": machine, "target": str(made), "cores": hardware.cores, "cpu": hardware.model_name,
+            "microarch": hardware.microarch, "isa_level": hardware.isa_level, "days": json.dumps(days),
+            "vector": json.dumps([round(float(v), 6) for v in hardware.vector()]),
+        },
+    )  # fmt: skip
+    click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
+
+
+def _config(path: Path) -> Any:
+    import msgspec
+
+    from pretune_export.train import TrainConfig
+
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=TrainConfig)
+    except msgspec.MsgspecError as error:
+        raise OptionError(f"{path}: {error}; see export/pretune_export/configs for examples") from None
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("out", type=FOLDER)
+@click.option("--minutes", type=float, help="Stop after the epoch in which this time is up.")
+def train(config: Path, out: Path, minutes: float | None) -> None:
+    """Train a world model as CONFIG says; resumes in OUT."""
+    from pretune_export.train import train as run
+
+    deadline = time.time() + 60 * minutes if minutes else float("inf")
+    out.mkdir(parents=True, exist_ok=True)
+    click.echo(json.dumps(run(_config(config), out, cache=out / "encoded.pickle", deadline=deadline)))
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
+@click.option("--out", type=FOLDER, help="Where evaluation.json and ranking.png go; RUN by default.")
+def evaluate(config: Path, run: Path, out: Path | None) -> None:
+    """Rank the held-out networks with the weights of a training RUN."""
+    from pretune_export.evaluate import evaluate as judge
+    from pretune_export.train import load_best, load_data
+
+    result = judge(load_best(run), load_data(_config(config), run / "encoded.pickle"), out or run)
+    click.echo(json.dumps(result["mean"]))
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
+@click.argument("out", type=FOLDER)
+def onnx(config: Path, run: Path, out: Path) -> None:
+    """Export the weights of a training RUN to OUT, such as hub_cards/cpu-x86-64-v4."""
+    from pretune_export.onnx import export_weights
+    from pretune_export.train import describe_data, load_best
+
+    settings = _config(config)
+    measured_on, provenance = describe_data(settings)
+    evaluation = run / "evaluation.json"
+    quality = json.loads(evaluation.read_text())["mean"] if evaluation.exists() else {}
+    covers = {"kind": "cpu", "arch": "x86_64", "isa_level": out.name.removeprefix("cpu-")}
+    command = f"pretune-export make {config.name}"
+    export_weights(
+        load_best(run), out, name=out.name, covers=covers, measured_on=measured_on, quality=quality,
+        provenance={**provenance, "command": command, "config": config.read_text()},
+    )  # fmt: skip
+    click.echo(out)
+
+
+@main.command()
+@click.argument("run", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option("--search", type=FILE, help="JSON of `pretune bench search`, quoted on the card.")
+def card(run: Path, out: Path, search: Path | None) -> None:
+    """Write the card of the weights in OUT from the evaluation in RUN."""
+    import shutil
+
+    from pretune_export.card import search_figures, write_card
+    from pretune_export.onnx import write_manifest
+
+    shutil.copyfile(run / "ranking.png", out / "ranking.png")
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    write_card(out, evaluation, search_figures(json.loads(search.read_text())) if search else None)
+    provenance = json.loads((out / "manifest.json").read_text())["provenance"]
+    write_manifest(out, provenance)
+    click.echo(out / "README.md")
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@click.option("--minutes", type=float, help="Longest training time.")
+@click.pass_context
+def make(ctx: click.Context, config: Path, run: Path, out: Path, minutes: float | None) -> None:
+    """Train, evaluate, export and write the card: from CONFIG to the weights folder OUT."""
+    started = datetime.now(UTC)
+    ctx.invoke(train, config=config, out=run, minutes=minutes)
+    ctx.invoke(evaluate, config=config, run=run, out=None)
+    ctx.invoke(onnx, config=config, run=run, out=out)
+    ctx.invoke(card, run=run, out=out, search=None)
+    click.echo(f"made in {(datetime.now(UTC) - started).total_seconds():.0f} s", err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

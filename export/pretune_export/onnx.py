@@ -1,0 +1,166 @@
+"""Export the three networks to ONNX, check them against torch, and lay out a weights folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from pretune.features.schema import ACTION, SCHEMA_VERSION, STATE_BLOCK, STATE_LOOP, SUMMARY
+from pretune.features.state import MAX_LOOPS
+from pretune.hardware.hardware import VECTOR_SIZE
+from pretune.model.weights import FORMAT_VERSION, MAX_IR, MAX_OPSET
+from safetensors.torch import load_file, save_file
+
+from pretune_export.nets import Sizes, WorldModelNet
+
+TOLERANCE = 1e-4
+"""Largest difference between torch and ONNX Runtime, relative to the largest output."""
+
+
+def export_weights(net: WorldModelNet, out: Path, *, name: str, covers: dict[str, str], measured_on: Sequence[dict],
+                   quality: dict[str, float], provenance: dict[str, Any]) -> Path:  # fmt: skip
+    """Write a weights folder: ONNX files, safetensors, config and manifest (the card is `card.write_card`'s).
+
+    Parameters
+    ----------
+    net : WorldModelNet
+    out : pathlib.Path
+        ``hub_cards/<target>``.
+    name : str
+        Name of the weights, such as ``"cpu-x86-64-v4"``.
+    covers : dict
+        ``kind``, ``arch``, ``isa_level`` of the hardware they are for.
+    measured_on : sequence of dict
+        The machines that measured the training data, as `pretune.model.weights.MeasuredOn`.
+    quality : dict
+        Figures of the evaluation.
+    provenance : dict
+        How the weights were made, for the manifest.
+
+    Raises
+    ------
+    RuntimeError
+        If ONNX Runtime and torch disagree.
+    """
+    net = net.eval()
+    (out / "onnx").mkdir(parents=True, exist_ok=True)
+    for part, (module, inputs, dynamic, outputs) in _parts(net).items():
+        path = out / "onnx" / f"{part}.onnx"
+        _export(module, inputs, dynamic, outputs, path)
+    worst = check_parity(net, out)
+    save_file({k: v.contiguous() for k, v in net.state_dict().items()}, out / "model.safetensors",
+              metadata={"sizes": json.dumps(net.sizes.to_dict())})  # fmt: skip
+    config = {
+        "format_version": FORMAT_VERSION,
+        "min_sdk_version": "0.1.0",
+        "tvm": ">=0.26,<0.28",
+        "feature_schema": SCHEMA_VERSION,
+        "onnx": {"opset": MAX_OPSET, "ir": MAX_IR},
+        "covers": covers,
+        "measured_on": list(measured_on),
+        "sizes": net.sizes.to_dict(),
+        "name": name,
+        "quality": quality,
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_manifest(out, {**provenance, "parity": worst, "exported": datetime.now(UTC).isoformat(timespec="seconds")})
+    return out
+
+
+def write_manifest(out: Path, provenance: dict[str, Any]) -> None:
+    """Hash every file of a weights folder into ``manifest.json``."""
+    files = {}
+    for path in sorted(p for p in out.rglob("*") if p.is_file() and p.name != "manifest.json"):
+        data = path.read_bytes()
+        files[path.relative_to(out).as_posix()] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    manifest = {"files": files, "provenance": provenance}
+    (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def load_net(folder: Path) -> WorldModelNet:
+    """The torch networks of a weights folder."""
+    config = json.loads((folder / "config.json").read_text())
+    net = WorldModelNet(Sizes(**config["sizes"]))
+    net.load_state_dict(load_file(folder / "model.safetensors"))
+    return net.eval()
+
+
+def _example(n: int, blocks: int) -> dict[str, torch.Tensor]:
+    make = torch.Generator().manual_seed(n * 31 + blocks)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=make)
+
+    mask = torch.ones(n, blocks)
+    mask[:, blocks // 2 + 1 :] = 0
+    return {
+        "blocks": rand(n, blocks, len(STATE_BLOCK)), "loops": rand(n, blocks, MAX_LOOPS, len(STATE_LOOP)), "mask": mask,
+        "type": torch.tensor([1]), "a": rand(n, len(ACTION)), "summary": rand(n, len(SUMMARY)),
+        "hardware": rand(1, VECTOR_SIZE),
+    }  # fmt: skip
+
+
+def _parts(net: WorldModelNet, n: int = 4, blocks: int = 6) -> dict[str, tuple]:
+    x = _example(n, blocks)
+    z = torch.rand(n, net.sizes.latent, generator=torch.Generator().manual_seed(7))
+    rows = torch.export.Dim("n", min=1, max=1 << 20)
+    width = torch.export.Dim("blocks", min=1, max=4096)
+    return {
+        "encoder": (
+            net.encoder, {k: x[k] for k in ("blocks", "loops", "mask")},
+            {"blocks": {0: rows, 1: width}, "loops": {0: rows, 1: width}, "mask": {0: rows, 1: width}}, ["z"],
+        ),
+        "transition": (
+            net.transition, {"z": z, "type": x["type"], "a": x["a"]}, {"z": {0: rows}, "type": None, "a": {0: rows}},
+            ["z_next"],
+        ),
+        "ranker": (
+            net.ranker, {"z": z, "summary": x["summary"], "hardware": x["hardware"]},
+            {"z": {0: rows}, "summary": {0: rows}, "hardware": None}, ["score", "embedding"],
+        ),
+    }  # fmt: skip
+
+
+def _export(module: torch.nn.Module, inputs: dict, dynamic: dict, outputs: list[str], path: Path) -> None:
+    program = torch.onnx.export(
+        module, (), kwargs=inputs, dynamic_shapes=dynamic, input_names=list(inputs), output_names=outputs,
+        opset_version=MAX_OPSET, dynamo=True, external_data=False, optimize=True, verbose=False,
+    )  # fmt: skip
+    model = program.model_proto
+    model.ir_version = min(model.ir_version, MAX_IR)
+    for node in model.graph.node:
+        del node.metadata_props[:]  # stack traces of the exporting machine
+    del model.metadata_props[:]
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())
+
+
+@torch.no_grad()
+def check_parity(net: WorldModelNet, folder: Path) -> float:
+    """Compare ONNX Runtime with torch at several sizes; returns the largest relative difference.
+
+    Raises
+    ------
+    RuntimeError
+        If it is above `TOLERANCE`.
+    """
+    worst = 0.0
+    for n, blocks in ((1, 1), (1, 9), (7, 3), (300, 20)):
+        for part, (module, inputs, _dynamic, _outputs) in _parts(net, n, blocks).items():
+            session = ort.InferenceSession(str(folder / "onnx" / f"{part}.onnx"), providers=["CPUExecutionProvider"])
+            got = session.run(None, {k: v.numpy() for k, v in inputs.items()})
+            want = module(**inputs)
+            want = want if isinstance(want, tuple) else (want,)
+            for a, b in zip(got, want, strict=True):
+                worst = max(worst, float(np.abs(a - b.numpy()).max() / max(np.abs(b.numpy()).max(), 1e-3)))
+    if worst > TOLERANCE:
+        raise RuntimeError(f"ONNX Runtime and torch differ by {worst:.2e} in {folder}, more than {TOLERANCE:.0e}")
+    return worst

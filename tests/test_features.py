@@ -1,0 +1,122 @@
+"""Encodings: the symbolic view of a trace must agree with the programs that TVM makes of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import tvm
+from pretune.features import ActionEncoder, encode_state
+from pretune.features.program import read_program
+from pretune.features.schema import ACTION, ACTION_TYPES, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
+from pretune.features.state import MAX_LOOPS
+from pretune.space import TaskSpace
+from programs import TARGET, conv2d_relu, matmul, softmax
+
+POSTPROC = ACTION_TYPES.index("Postproc")
+EXACT = (
+    "points", "tile_1", "traffic_1", "tile_3", "traffic_3", "vector", "accumulators", "inner_reduction", "parallel",
+    "grain", "inner_0", "inner_1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("program", [matmul, conv2d_relu])
+def test_the_symbolic_nest_is_the_real_one(program):
+    """The costliest block's nest, computed from decisions alone, against the scheduled program's own."""
+    mod = program()
+    space = TaskSpace.generate(mod, TARGET)
+    blocks = read_program(mod["main"])
+    rng = np.random.default_rng(0)
+    compared = 0
+    for k, design in enumerate(space.spaces):
+        encoder = ActionEncoder(blocks, design.insts, cores=2)
+        for row in design.sample(6, rng):
+            candidate = space.materialise(k, row)
+            if candidate is None:
+                continue
+            actions, _summary = encoder.encode([d[None] for d in candidate.decisions])
+            main = [a[0] for s, a in zip(encoder.steps, actions, strict=True) if s.type_id == POSTPROC][-1]
+            real_blocks = read_program(candidate.mod["main"])
+            state = encode_state(candidate.mod["main"], cores=2)
+            real = next(
+                row for b, row in zip(real_blocks, state.blocks, strict=True)
+                if b.is_reduce and not b.name.endswith("_init")
+            )  # fmt: skip
+            for name in EXACT:
+                i = NEST.index(name)
+                assert main[i] == pytest.approx(real[STATE_BLOCK.index(name)], abs=1e-4), (name, k, row)
+            compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize("program", [matmul, conv2d_relu, softmax])
+def test_a_batch_is_encoded_as_each_candidate_alone(program):
+    mod = program()
+    rng = np.random.default_rng(1)
+    blocks = read_program(mod["main"])
+    for design in TaskSpace.generate(mod, TARGET).spaces[:3]:
+        encoder = ActionEncoder(blocks, design.insts, cores=2)
+        decisions = design.decisions(design.sample(5, rng))
+        actions, summary = encoder.encode(decisions)
+        assert summary.shape == (5, len(SUMMARY))
+        for i in range(5):
+            one, alone = encoder.encode([d[i : i + 1] for d in decisions])
+            np.testing.assert_allclose(summary[i], alone[0], atol=1e-6)
+            for batch, single in zip(actions, one, strict=True):
+                assert batch.shape[1] == len(ACTION)
+                np.testing.assert_allclose(batch[i if len(batch) > 1 else 0], single[0], atol=1e-6)
+
+
+def test_different_decisions_give_different_actions():
+    mod = matmul()
+    design = TaskSpace.generate(mod, TARGET).spaces[0]
+    encoder = ActionEncoder(read_program(mod["main"]), design.insts, cores=2)
+    rows = np.unique(design.sample(200, np.random.default_rng(0)), axis=0)
+    actions, _ = encoder.encode(design.decisions(rows))
+    whole = np.concatenate([a for a in actions if len(a) == len(rows)], axis=1)
+    assert len(np.unique(whole.round(5), axis=0)) == len(rows)
+
+
+def test_state_shapes_and_sensitivity():
+    mod = conv2d_relu()
+    space = TaskSpace.generate(mod, TARGET)
+    before = encode_state(mod["main"], cores=2)
+    assert before.blocks.shape[1] == len(STATE_BLOCK)
+    assert before.loops.shape[1:] == (MAX_LOOPS, len(STATE_LOOP))
+    row = space.spaces[0].sample(1, np.random.default_rng(0))[0]
+    after = encode_state(space.materialise(0, row).mod["main"], cores=2)
+    assert np.isfinite(after.blocks).all() and np.isfinite(after.loops).all()
+    assert before.blocks.shape != after.blocks.shape or not np.allclose(before.blocks, after.blocks)
+
+
+def test_an_unknown_instruction_is_encoded_and_logged_once(caplog):
+    mod = matmul()
+    design = TaskSpace.generate(mod, TARGET).spaces[0]
+    insts = json.loads(json.dumps(design.insts))
+    block = insts[0][3][0]
+    insts.insert(2, ["FoldTheTime", [block], [3], []])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            encoder = ActionEncoder(read_program(mod["main"]), insts, cores=2)
+    assert sum("FoldTheTime" in r.message for r in caplog.records) == 1
+    step = next(s for s in encoder.steps if s.name == "FoldTheTime")
+    assert step.type_id == ACTION_TYPES.index("other")
+    actions, _ = encoder.encode(design.decisions(design.sample(3, np.random.default_rng(0))))
+    assert all(np.isfinite(a).all() for a in actions)
+
+
+def test_every_instruction_of_a_cuda_space_has_a_type():
+    """Design spaces for CUDA are generated and encoded without a GPU."""
+    from pretune.features.schema import QUERIES
+
+    target = tvm.target.Target("nvidia/nvidia-a100")
+    mod = matmul(256, 256, 256)
+    names = set()
+    for design in TaskSpace.generate(mod, target).spaces:
+        encoder = ActionEncoder(read_program(mod["main"]), design.insts, cores=108)
+        actions, summary = encoder.encode(design.decisions(design.sample(8, np.random.default_rng(0))))
+        assert all(np.isfinite(a).all() for a in actions) and np.isfinite(summary).all()
+        names |= {inst[0] for inst in design.insts}
+    assert names - set(ACTION_TYPES) - set(QUERIES) - {n for n in names if n.startswith("Sample")} == set()

@@ -1,0 +1,77 @@
+"""Design spaces as tables of options."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from pretune.space import TaskSpace, factorisations
+from programs import TARGET, conv2d_relu, matmul, softmax, transpose
+
+
+@pytest.mark.parametrize(("extent", "parts", "limit"), [(1, 4, 64), (12, 2, 64), (96, 3, 8), (13, 4, 4), (60, 4, 0)])
+def test_factorisations_are_all_of_them(extent, parts, limit):
+    got = {tuple(row) for row in factorisations(extent, parts, limit)}
+    divisors = [d for d in range(1, extent + 1) if extent % d == 0]
+    want = {
+        row for row in itertools.product(divisors, repeat=parts)
+        if np.prod(row) == extent and (limit <= 0 or row[-1] <= limit)
+    }  # fmt: skip
+    assert got == want
+
+
+def test_long_tables_are_thinned_and_stay_valid():
+    rows = factorisations(2**20 * 3**4, 4, 64)
+    assert 1000 < len(rows) <= 16384
+    assert (rows.astype(np.int64).prod(axis=1) == 2**20 * 3**4).all()
+
+
+@pytest.mark.parametrize("program", [matmul, conv2d_relu, softmax])
+def test_materialised_candidates_took_the_decisions(program):
+    space = TaskSpace.generate(program(), TARGET)
+    rng = np.random.default_rng(0)
+    built, same = 0, 0
+    for k, design in enumerate(space.spaces):
+        for row in design.sample(4, rng):
+            candidate = space.materialise(k, row)
+            if candidate is None:
+                continue
+            built += 1
+            wanted = [s.options[r] for s, r in zip(design.slots, row, strict=True)]
+            # TVM may correct a compute location, which depends on the other decisions; it must say so.
+            differing = [
+                s.kind for s, a, b in zip(design.slots, candidate.decisions, wanted, strict=True) if (a != b).any()
+            ]
+            assert set(differing) <= {"SampleComputeLocation"}
+            same += not differing
+            insts, _decisions = candidate.trace_json
+            assert any(inst[0] == "EnterPostproc" for inst in insts)
+    assert built >= len(space.spaces) * 2 and same >= built // 3
+
+
+def test_generation_is_reproducible():
+    a, b = (TaskSpace.generate(conv2d_relu(), TARGET) for _ in range(2))
+    assert [d.insts for d in a.spaces] == [d.insts for d in b.spaces]
+    assert all(
+        np.array_equal(x.options, y.options)
+        for c, d in zip(a.spaces, b.spaces, strict=True)
+        for x, y in zip(c.slots, d.slots, strict=True)
+    )
+
+
+def test_mutation_changes_at_least_one_open_slot_and_stays_in_range():
+    design = TaskSpace.generate(matmul(), TARGET).spaces[0]
+    rng = np.random.default_rng(3)
+    parents = design.sample(300, rng)
+    children = design.mutate(parents, rng)
+    sizes = np.array([len(s.options) for s in design.slots])
+    assert ((children >= 0) & (children < sizes)).all()
+    # A redraw may hit the old option; most do not.
+    assert (children != parents).any(axis=1).mean() > 0.8
+
+
+def test_a_transpose_has_nothing_to_decide():
+    space = TaskSpace.generate(transpose(), TARGET)
+    assert space.is_trivial
+    assert space.materialise(0, np.zeros(0, np.int32)) is not None
