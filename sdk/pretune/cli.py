@@ -38,7 +38,7 @@ class _Commands(click.Group):
             return super().main(*args, standalone_mode=False, **kwargs)
         try:
             status = super().main(*args, standalone_mode=False, **kwargs)
-        except click.exceptions.NoArgsIsHelpError as error:
+        except getattr(click.exceptions, "NoArgsIsHelpError", ()) as error:  # since click 8.2
             error.show()
             status = error.exit_code
         except click.ClickException as error:
@@ -87,11 +87,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdo
 
 
 @main.command()
-@click.argument("source", metavar="INPUT", required=False)
+@click.argument("source", metavar="[INPUT]", required=False)
 @click.option("--demo", is_flag=True, help="Tune the small network that comes with pretune.")
 @_shape
 @_target
-@click.option("--trials", type=int, help=f"Candidates measured per task [default: {DEFAULT_TRIALS}]; 0: none.")
+@click.option("--trials", type=int, help=f"Measured per task; 0: none. [default: {DEFAULT_TRIALS}]")
 @click.option("--op", metavar="GLOB", help="Tune only tasks with such names, as in '*conv2d*'.")
 @click.option("--out", metavar="DIR", help="Results; an earlier run there is resumed [default: pretune-out].")
 @_weights

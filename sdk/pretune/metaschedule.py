@@ -1,4 +1,4 @@
-"""The world model inside stock MetaSchedule: a search strategy and a cost model for ``tune_tir``, ``tune_relax``.
+"""The world model inside stock MetaSchedule: a search strategy and a cost model for ``ms.tune_tir``.
 
     from tvm.s_tir import meta_schedule as ms
     import pretune

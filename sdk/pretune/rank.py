@@ -42,7 +42,7 @@ class TraceLine:
 
 
 def read_traces(path: str | Path) -> list[TraceLine]:
-    """Read a file of traces, one JSON value a line; lines of the default schedule, without trace, are left out.
+    """Read a file of traces, one JSON value a line; lines without a trace (default schedules) are left out.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def _read_line(number: int, value: Any) -> TraceLine | None:
         latency = min(value["latencies"]) if value.get("ok") and value.get("latencies") else None
         return TraceLine(number, _trace(value["trace"]), value.get("task_id"), latency)
     if isinstance(value[0], int):  # MetaSchedule's: [workload, [trace, run_secs, target, arguments]]
-        trace, seconds = value[1][:2]
+        trace, seconds = value[1][0], value[1][1]
         latency = sum(seconds) / len(seconds) if seconds else None
         return TraceLine(number, _trace(trace), None, latency)
     return TraceLine(number, _trace(value))
@@ -116,7 +116,7 @@ def choose_tasks(
         )
     groups: dict[str, list[TraceLine]] = {}
     for line in lines:
-        task_id = line.task_id or chosen[0].task_id
+        task_id = line.task_id or next(iter(by_id))
         if task_id in by_id:
             groups.setdefault(task_id, []).append(line)
     if not groups:

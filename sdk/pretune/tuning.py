@@ -89,7 +89,8 @@ class TaskResult:
     Attributes
     ----------
     default, best : float or None
-        Latencies in seconds of the untuned and of the chosen schedule, timed in turns; None if not measured.
+        Latencies in seconds of the untuned and of the chosen schedule, the fastest of some turns; None if not
+        measured.
     chosen_by : str
         ``"search"``; ``"default"`` if nothing beat the untuned schedule; ``"only"`` where the design space
         holds one candidate; ``"model"`` for the first choice of an unmeasured run; ``"failed"``.
@@ -216,7 +217,8 @@ def tune(
     tasks = select_tasks(program.tasks, op)
     with RunFolder(out) as folder, contextlib.ExitStack() as stack:
         pool = stack.enter_context(MeasurePool(made)) if trials else None
-        setup_tvm(made.kind.name)
+        kind: Any = made.kind  # TVM annotates it as a string
+        setup_tvm(kind.name)
         model = WorldModel(chosen, env.num_threads() or machine.cores)
         records = folder.log.load()
         run = Run(made, hardware, model, pool, folder, trials, seed, on_progress, records, len(tasks))
@@ -341,7 +343,7 @@ class _TaskRun:
         self.trials = sum(1 for r in measured if r.trace is not None)
         self.best = min((r.latency for r in measured), default=math.inf)
         if not any(r.trace is None for r in measured):
-            with _patient(self.pool):
+            with patient(self.pool):
                 self._measure([None], [self.task.mod])
         self.default = min((r.latency for r in self._mine() if r.trace is None), default=math.inf)
         if self.trials < shared.budget:
@@ -416,8 +418,9 @@ class _TaskRun:
         winner = ranked[0]
         # A default far behind has been measured, but not as a finalist.
         default = next((r for r in [*ranked, *self._mine()] if r.trace is None and r.ok), None)
-        result.best = _median(winner.latencies)
-        result.default = _median(default.latencies) if default is not None else None
+        # By the fastest round, as they were ranked: what else runs on the machine only adds to a latency.
+        result.best = winner.latency
+        result.default = default.latency if default is not None else None
         result.trace = winner.trace
         result.chosen_by = "default" if winner.trace is None else "search"
 
@@ -450,7 +453,7 @@ class _TaskRun:
         if not math.isfinite(self.default):
             self._note(f"{self.task.name}: outputs were not compared, for the untuned program does not run")
             return None
-        with _patient(self.pool):
+        with patient(self.pool):
             return self.pool.compare(self.task.mod, mod)
 
     def _note(self, text: str) -> None:
@@ -459,7 +462,7 @@ class _TaskRun:
 
 
 @contextlib.contextmanager
-def _patient(pool: MeasurePool) -> Iterator[None]:
+def patient(pool: MeasurePool) -> Iterator[None]:
     """Let the untuned program run longer than a candidate may."""
     usual = pool.run_timeout
     pool.run_timeout = max(usual, PATIENCE)
@@ -506,10 +509,6 @@ def _failed(measured: Measured, error: str) -> Measured:
     import msgspec
 
     return msgspec.structs.replace(measured, latencies=(), error_kind="run", error=error)
-
-
-def _median(latencies: Sequence[float]) -> float:
-    return float(np.median(latencies))
 
 
 def _one_line(error: BaseException) -> str:
