@@ -22,8 +22,10 @@ setup_tvm()
 
 from tvm.s_tir.meta_schedule.arg_info import ArgInfo  # noqa: E402
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
+
+# Taken from there, since its own module differs between versions of TVM.
+from tvm.s_tir.meta_schedule.cost_model.xgb_model import derived_object  # noqa: E402
 from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate, PySearchStrategy  # noqa: E402
-from tvm.s_tir.meta_schedule.utils import derived_object  # noqa: E402
 
 from pretune.hardware import detect, hardware_for_target  # noqa: E402
 from pretune.model import TaskScorer, TraceScorer, WorldModel, find_weights  # noqa: E402

@@ -130,8 +130,8 @@ def tune_stock(
 def _through_pool(pool: MeasurePool, found: Baseline, stopped: list[BaseException]) -> tuple[Any, Any]:
     """A builder that keeps the programs, and a runner that builds and times them in the pool."""
     from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
+    from tvm.s_tir.meta_schedule.cost_model.xgb_model import derived_object  # its own module moves
     from tvm.s_tir.meta_schedule.runner import PyRunner, RunnerFuture, RunnerResult
-    from tvm.s_tir.meta_schedule.utils import derived_object
 
     programs: dict[str, Any] = {}
     names = (f"candidate-{number}" for number in itertools.count())

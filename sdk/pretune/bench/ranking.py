@@ -148,9 +148,11 @@ class _Stock:
 
     def _counting(self, model: Any) -> tuple[Any, list[int]]:
         """A cost model that asks another one, and a list of how many candidates it scored each time."""
+        from tvm.s_tir.meta_schedule.cost_model.xgb_model import derived_object  # its own module moves
+
         scored: list[int] = []
 
-        @self.ms.utils.derived_object
+        @derived_object
         class Counting(self.ms.cost_model.PyCostModel):
             def load(self, path: str) -> None:
                 model.load(path)
