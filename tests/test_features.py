@@ -17,15 +17,18 @@ from programs import TARGET, conv2d_relu, matmul, softmax
 
 POSTPROC = ACTION_TYPES.index("Postproc")
 EXACT = (
-    "points", "tile_1", "traffic_1", "tile_3", "traffic_3", "vector", "accumulators", "inner_reduction", "parallel",
+    "points", "tile_1", "traffic_1", "vector", "accumulators", "inner_reduction", "parallel",
     "grain", "inner_0", "inner_1",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("program", [matmul, conv2d_relu])
-def test_the_symbolic_nest_is_the_real_one(program):
-    """The costliest block's nest, computed from decisions alone, against the scheduled program's own."""
-    mod = program()
+@pytest.mark.parametrize("mod", [matmul(512, 512, 512), conv2d_relu(64, 64, 56)], ids=["matmul", "conv2d"])
+def test_the_symbolic_nest_is_the_real_one(mod):
+    """The costliest block's nest, computed from decisions alone, against the scheduled program's own.
+
+    Large programs, so that no cache-sized tile reaches the fused parallel loop, whose parts the real program no
+    longer shows.
+    """
     space = TaskSpace.generate(mod, TARGET)
     blocks = read_program(mod["main"])
     rng = np.random.default_rng(0)

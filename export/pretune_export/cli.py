@@ -141,6 +141,26 @@ def dataset(
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
 
 
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("out", type=FOLDER)
+def convert(folder: Path, out: Path) -> None:
+    """Turn the first measurements (FOLDER with tasks.jsonl.gz and measurements.jsonl.gz) into parquet."""
+    from pretune_export.dataset import FIRST_MACHINE, FIRST_TARGET, read_shared, write_parquet
+
+    tasks, spaces, rows = read_shared(folder)
+    hardware = FIRST_MACHINE
+    write_parquet(
+        out, tasks, spaces, rows,
+        {
+            "name": "znver4-first", "target": json.dumps(FIRST_TARGET), "cores": hardware.cores,
+            "cpu": hardware.model_name, "microarch": hardware.microarch, "isa_level": hardware.isa_level,
+            "days": json.dumps(["2026-11-30"]), "vector": json.dumps([round(float(v), 6) for v in hardware.vector()]),
+        },
+    )  # fmt: skip
+    click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
+
+
 def _config(path: Path) -> Any:
     import msgspec
 

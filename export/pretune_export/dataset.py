@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import tvm
 from pretune.features import ActionEncoder, State, encode_state
 from pretune.features.program import read_program
+from pretune.hardware import Hardware
 
 
 @dataclass
@@ -182,6 +183,18 @@ def _unflatten(row: dict[str, Any]) -> dict[str, Any]:
         out.append(values[:width])
         values = values[width:]
     return {**row, "decisions": out}
+
+
+FIRST_TARGET = {"kind": "llvm", "mcpu": "znver4", "num-cores": 2}
+"""Target of the first measurements, by their README."""
+
+FIRST_MACHINE = Hardware(
+    vendor="amd", model_name="AMD EPYC, family 25 model 17", microarch="znver4", arch="x86_64",
+    isa=("avx", "avx2", "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512vnni", "fma"),
+    isa_level="x86-64-v4", vector_bits=512, cores=2, l1d_bytes=32 << 10, l2_bytes=1 << 20, l3_bytes=32 << 20,
+    clock_ghz=2.6, memory_bytes=24 << 30,
+)  # fmt: skip
+"""The machine of the first measurements: what their README says, with Zen 4's caches; its clock is a guess."""
 
 
 def read_shared(folder: Path, task_split: str = "train") -> tuple[list[dict], dict[str, list], list[dict]]:

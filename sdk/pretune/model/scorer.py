@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pretune.model.world_model import WorldModel
     from pretune.space import DesignSpace, TaskSpace
 
-CHUNK = 4096
+CHUNK, MIN_CHUNK = 2048, 256
 """Candidates rolled out at once: their latents and features stay in the second-level cache."""
 
 
@@ -72,7 +72,8 @@ class SpaceScorer:
         """
         # Sorted, neighbours share their first decisions, and with them the first part of the rollout.
         order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
-        parts = [self._chunk(rows[order[i : i + CHUNK]]) for i in range(0, len(rows), CHUNK)]
+        chunk = min(CHUNK, max(MIN_CHUNK, -(-len(rows) // self.model.num_threads)))
+        parts = self.model.map(self._chunk, [rows[order[i : i + chunk]] for i in range(0, len(rows), chunk)])
         score = np.empty(len(rows), np.float32)
         features = np.empty((len(rows), parts[0][1].shape[1]), np.float32)
         score[order] = np.concatenate([p[0] for p in parts])
