@@ -1,15 +1,14 @@
-"""The action encoding: every instruction of a trace with its references resolved, for many candidates at once.
+"""The action encoding: each instruction of a trace with its references resolved, for many candidates at once.
 
-`ActionEncoder` reads the initial program once, then follows the instructions of one design space symbolically:
-which loop a reference names, its extent as a function of the decisions, which block, which buffers it touches and
-with what strides. After that, encoding ``n`` decision vectors is numpy on arrays of length ``n``: no TVM object is
-touched and there is no loop over candidates.
+`ActionEncoder` reads the initial program once, then follows the instructions of one design space
+symbolically: which loop a reference names, its extent as a function of the decisions, which block, which
+buffers it touches and with what strides. After that, encoding ``n`` decision vectors is numpy on arrays of
+length ``n``: no TVM object is touched and there is no loop over candidates.
 """
 
 from __future__ import annotations
 
 import logging
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from pretune.features.nest import (
     describe_block,
     from_block,
     log2,
-    product,
     quotient,
     region,
     slot_value,
@@ -81,8 +79,8 @@ class Step:
     features : callable
         ``Env -> float32 [n, len(schema.ACTION)]``.
     inst : int
-        Position of the instruction in the trace; -1 for ``Postproc``. The program after it is the state that the
-        transition has to predict.
+        Position of the instruction in the trace; -1 for ``Postproc``. The program after it is the state that
+        the transition has to predict.
     """
 
     name: str
@@ -241,7 +239,11 @@ class ActionEncoder:
         if not isinstance(nest, Nest):
             return []
         reads = {id(a.buffer) for a in nest.accesses if not a.is_write}
-        return [n for n in self._nests if n is not nest and not n.gone and n.written is not None and id(n.written) in reads]
+        return [
+            n
+            for n in self._nests
+            if n is not nest and not n.gone and n.written is not None and id(n.written) in reads
+        ]
 
     def _sample(self, outputs: list) -> None:
         for column, out in enumerate(outputs):
@@ -281,7 +283,9 @@ class ActionEncoder:
         parts = [f if f is not None else quotient(loop.extent, known) for f in factors]
         if not loop.extent.slots and Env([], 1).get(loop.extent) == 1.0:
             # Splitting a loop of one iteration is no event; the parts still need names.
-            ones = [NestLoop([Component(loop.components[-1].axis, const(1.0), loop.is_reduce)]) for _ in parts]
+            ones = [
+                NestLoop([Component(loop.components[-1].axis, const(1.0), loop.is_reduce)]) for _ in parts
+            ]
             self._replace([loop], ones)
             self._values.update(zip(outputs, ones, strict=False))
             return
@@ -364,8 +368,8 @@ class ActionEncoder:
 
     def _do_rfactor(self, inputs: list, attrs: list, outputs: list) -> None:
         loop = self._values.get(inputs[0])
-        owner = next((n for n in self._nests if not n.gone and isinstance(loop, NestLoop) and loop in n.loops), None)
-        if owner is None or owner.written is None:
+        owner = next((n for n in self._nests if not n.gone and loop in n.loops), None)
+        if not isinstance(loop, NestLoop) or owner is None or owner.written is None:
             self._add("RFactor")
             return
         made = _rfactor(owner, loop)
@@ -391,7 +395,9 @@ class ActionEncoder:
             if index >= len(reads):
                 self._add(name, block=nest)
                 return
-            made = _copy_nest(reads[index].buffer, scope, name=f"{reads[index].buffer.name}_{scope}", write=False)
+            made = _copy_nest(
+                reads[index].buffer, scope, name=f"{reads[index].buffer.name}_{scope}", write=False
+            )
             reads[index].buffer = made.accesses[0].buffer
         nest.rerank()
         self._nests.append(made)
@@ -445,7 +451,9 @@ class ActionEncoder:
             depth = len(block.loops) if block is not None else 1
             place = block.loops.index(loop) if block is not None and loop in block.loops else 0
             accesses = block.rank if block is not None else []
-            base[_AT_LOOP:_AT_DECISION] = describe_loop(1.0, loop.is_reduce, place, depth, accesses, inner.axis)
+            base[_AT_LOOP:_AT_DECISION] = describe_loop(
+                1.0, loop.is_reduce, place, depth, accesses, inner.axis
+            )
             slots |= loop_extent.slots
         frozen = self._freeze(nest) if nest is not None else None
         if frozen is not None:
@@ -481,14 +489,14 @@ class ActionEncoder:
     def _freeze(self, nest: Nest) -> Nest:
         """The nest as it is now; the same object as long as nothing about it changed."""
         key = (
-            nest.name, *(id(c) for c in nest.components), *(id(a.buffer) for a in nest.accesses), id(nest.inlined),
-            *(id(cut) for cut in nest.all_cuts()),
+            nest.name, *(id(c) for c in nest.components), *(id(a.buffer) for a in nest.accesses),
+            id(nest.inlined), *(id(cut) for cut in nest.all_cuts()),
         )  # fmt: skip
         if key not in self._frozen:
             accesses = [Access(a.buffer, a.is_write, list(a.index)) for a in nest.accesses]
             self._frozen[key] = Nest(
-                nest.name, list(nest.axes), accesses, list(nest.ops), list(nest.loops), nest.has_init, nest.inlined,
-                nest.at_root, cuts=nest.all_cuts(),
+                nest.name, list(nest.axes), accesses, list(nest.ops), list(nest.loops), nest.has_init,
+                nest.inlined, nest.at_root, cuts=nest.all_cuts(),
             )  # fmt: skip
         return self._frozen[key]
 
@@ -575,7 +583,11 @@ def _append_to(producer: Nest, nest: Nest) -> None:
     if write is None or own is None:
         return
     for access in producer.accesses:
-        if access.buffer is own.buffer and access.is_write and len(write.buffer.shape) == len(own.buffer.shape):
+        if (
+            access.buffer is own.buffer
+            and access.is_write
+            and len(write.buffer.shape) == len(own.buffer.shape)
+        ):
             access.buffer = write.buffer
     producer.accesses += [a for a in nest.accesses if not a.is_write and a.buffer is not own.buffer]
     producer.ops = [a + b for a, b in zip(producer.ops, nest.ops, strict=True)]
@@ -583,7 +595,7 @@ def _append_to(producer: Nest, nest: Nest) -> None:
 
 
 def _move(nest: Nest, location: _Location, reverse: bool) -> None:
-    """Put `nest` under a loop of the location's nest: its own loops then cover only the region needed there."""
+    """Put `nest` under a loop of the location's nest: its own loops then cover only the region needed."""
     anchor = location.nest
     where = _depth(location)
     # With `reverse`, the anchor produces what `nest` reads; otherwise it consumes what `nest` writes.
@@ -614,7 +626,8 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
     inner: list[Component] = []
     for position, loop in enumerate(anchor.loops):
         parts = [
-            Component(anchor_axis.get(c.axis, -1), masked(c.extent, position, False), False) for c in loop.components
+            Component(anchor_axis.get(c.axis, -1), masked(c.extent, position, False), False)
+            for c in loop.components
         ]
         outer.append(NestLoop(parts))
         inner += [Component(c.axis, masked(c.extent, position, True), c.is_reduce) for c in loop.components]
@@ -649,8 +662,8 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
             cut = _shared(cut, holder.depth)
         holder = holder.anchor
     if location.slot is not None:
-        nest.inlined = Extent(lambda env: (env.get(where) == -2).astype(np.float32), where.slots)  # type: ignore[union-attr]
-        nest.at_root = Extent(lambda env: (env.get(where) == -1).astype(np.float32), where.slots)  # type: ignore[union-attr]
+        nest.inlined = Extent(lambda env: np.equal(env.get(where), -2).astype(np.float32), where.slots)
+        nest.at_root = Extent(lambda env: np.equal(env.get(where), -1).astype(np.float32), where.slots)
 
 
 def _shared(cut: Extent, depth: Extent) -> Extent:
@@ -670,7 +683,11 @@ def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
     component = loop.components[-1]
     size = env.get(component.extent) if not component.extent.slots else 1.0
     partial = Buffer(
-        write.buffer.name + ".rf", (*write.buffer.shape, int(size)), write.buffer.itemsize, write.buffer.scope, True
+        write.buffer.name + ".rf",
+        (*write.buffer.shape, int(size)),
+        write.buffer.itemsize,
+        write.buffer.scope,
+        True,
     )
     new_axis = len(owner.axes)
     # In the new block the loop is spatial and stands for an axis of its own beside the reduced one.
@@ -700,7 +717,10 @@ def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
         for other in owner.loops
     ]
     out_index = [dict(f) for f in write.index]
-    owner.accesses = [Access(write.buffer, True, out_index), Access(partial, False, [*out_index, {last: 1.0}])]
+    owner.accesses = [
+        Access(write.buffer, True, out_index),
+        Access(partial, False, [*out_index, {last: 1.0}]),
+    ]
     owner.rerank()
     return made
 
@@ -714,5 +734,3 @@ def _copy_nest(buffer: Buffer, scope: str, *, name: str, write: bool) -> Nest:
     loops = [NestLoop([Component(d, const(s), False)]) for d, s in enumerate(buffer.shape)]
     accesses = [Access(sink, True, list(index)), Access(source, False, [dict(f) for f in index])]
     return Nest(name, axes, accesses, [0.0] * 8, loops)
-
-

@@ -1,9 +1,10 @@
 """Loop nests with symbolic extents, evaluated for many candidates at once.
 
 A nest is a list of `Component`: a loop, or the part of a fused loop that came from one axis. Its extent is an
-expression over decision slots. `summarise` turns a nest into the features `schema.NEST`, for ``n`` candidates in
-a few numpy operations per loop and access. The working-set model behind the traffic features is the classic one
-of tile footprints against capacity (Wolf and Lam, "A data locality optimizing algorithm", PLDI 1991).
+expression over decision slots. `summarise` turns a nest into the features `schema.NEST`, for ``n`` candidates
+in a few numpy operations per loop and access. The working-set model behind the traffic features is the
+classic one of tile footprints against capacity (Wolf and Lam, "A data locality optimizing algorithm", PLDI
+1991).
 """
 
 from __future__ import annotations
@@ -77,7 +78,10 @@ def quotient(whole: Extent, parts: list[Extent]) -> Extent:
 
 @dataclass(eq=False)
 class Component:
-    """A loop, or one axis' share of a fused loop. `axis` is -1 where the block's indices do not depend on it."""
+    """A loop, or one axis' share of a fused loop.
+
+    `axis` is -1 where the block's indices do not depend on it.
+    """
 
     axis: int
     extent: Extent
@@ -143,7 +147,8 @@ class Nest:
         writes = [a for a in self.accesses if a.is_write]
         written = {id(a.buffer) for a in writes}
         reads = sorted(
-            (a for a in self.accesses if not a.is_write and id(a.buffer) not in written), key=lambda a: -a.buffer.size
+            (a for a in self.accesses if not a.is_write and id(a.buffer) not in written),
+            key=lambda a: -a.buffer.size,
         )
         self.rank = (writes[:1] + reads)[:ACCESSES]
 
@@ -170,7 +175,9 @@ class Nest:
 
     def slots(self) -> frozenset[int]:
         """All decision slots that the nest's shape depends on."""
-        out = frozenset().union(*(c.extent.slots for c in self.components)) if self.components else frozenset()
+        out = (
+            frozenset().union(*(c.extent.slots for c in self.components)) if self.components else frozenset()
+        )
         for extra in (self.inlined, self.at_root, *self.all_cuts()):
             out = out | extra.slots if extra is not None else out
         return out
@@ -178,7 +185,7 @@ class Nest:
     def static_points(self) -> float:
         """Points of the iteration space by its axes, before any decision (symbolic axes count 1)."""
         env = Env([], 1)
-        return float(np.prod([env.get(e) if not e.slots else 1.0 for e, _r in self.axes]))
+        return float(np.prod([float(env.get(e)) if not e.slots else 1.0 for e, _r in self.axes]))
 
 
 def from_block(block: Block) -> Nest:
@@ -194,7 +201,8 @@ def from_block(block: Block) -> Nest:
         reduce_ = i >= 0 and block.axes[i].is_reduce
         loops.append(NestLoop([Component(i, const(loop.extent), reduce_)]))
     accesses = [
-        Access(a.buffer, a.is_write, [_renumber(form, loop_axis, number) for form in a.index]) for a in block.accesses
+        Access(a.buffer, a.is_write, [_renumber(form, loop_axis, number) for form in a.index])
+        for a in block.accesses
     ]
     axes = [(const(axis.extent), axis.is_reduce) for axis in block.axes]
     return Nest(block.name, axes, accesses, list(block.ops), loops, block.has_init)

@@ -204,9 +204,10 @@ class _Reader:
         self.guards = 0
         self.current: Block | None = None
         self._visit: dict[str, Callable[[Any], None]] = {
-            "SeqStmt": self._seq, "For": self._for, "SBlockRealize": self._realize, "BufferStore": self._store,
-            "IfThenElse": self._if, "AttrStmt": self._attr, "LetStmt": self._body, "DeclBuffer": self._maybe_body,
-            "AllocBuffer": self._maybe_body, "Allocate": self._body, "While": self._while, "Evaluate": self._evaluate,
+            "SeqStmt": self._seq, "For": self._for, "SBlockRealize": self._realize,
+            "BufferStore": self._store, "IfThenElse": self._if, "AttrStmt": self._attr, "LetStmt": self._body,
+            "DeclBuffer": self._maybe_body, "AllocBuffer": self._maybe_body, "Allocate": self._body,
+            "While": self._while, "Evaluate": self._evaluate,
         }  # fmt: skip
 
     def visit(self, stmt: Any) -> None:
@@ -265,7 +266,9 @@ class _Reader:
         for iter_var, value in zip(block.iter_vars, stmt.iter_values, strict=True):
             form = linear_form(value, self.env)
             self.env[iter_var.var] = form
-            axes.append(Axis(iter_var.var, _const(iter_var.dom.extent) or 1, int(iter_var.iter_type) == 2, form))
+            axes.append(
+                Axis(iter_var.var, _const(iter_var.dom.extent) or 1, int(iter_var.iter_type) == 2, form)
+            )
         guarded = type(stmt.predicate).__name__ not in ("IntImm", "Bool") or self.guards > 0
         outer = self.current
         self.current = Block(

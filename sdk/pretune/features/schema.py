@@ -19,7 +19,7 @@ NEST = (
     "points", "work",
     *(f"{what}_{c}" for c in range(len(CAPACITIES)) for what in ("tile", "traffic")),
     "vector", "vector_x16", "vector_x8", "scalar",
-    *(f"{what}_{a}" for a in range(ACCESSES) for what in ("inner_stride", "inner_broadcast", "inner_contiguous")),
+    *(f"inner_{what}_{a}" for a in range(ACCESSES) for what in ("stride", "broadcast", "contiguous")),
     "accumulators", "inner_reduction", "parallel", "imbalance", "grain", "loops",
     "inlined", "at_root", "inner_0", "inner_1", "inner_2", "accumulator_bytes", "redundancy", "last_reduce",
 )  # fmt: skip
@@ -32,7 +32,14 @@ LOOP = (
 
 # The decision an action carries, as numbers.
 FACTORS = 5
-DECISION = (*(f"factor_{i}" for i in range(FACTORS)), "inner_x16", "inner_x8", "inner_odd", "value", "location")
+DECISION = (
+    *(f"factor_{i}" for i in range(FACTORS)),
+    "inner_x16",
+    "inner_x8",
+    "inner_odd",
+    "value",
+    "location",
+)
 
 # The block an action names.
 BLOCK = (
@@ -42,8 +49,8 @@ BLOCK = (
 
 ANNOTATIONS = (
     "meta_schedule.parallel", "meta_schedule.vectorize", "meta_schedule.unroll_explicit",
-    "meta_schedule.unroll_implicit", "meta_schedule.tiling_structure", "meta_schedule.random_compute_producer",
-    "meta_schedule.auto_tensorize", "other",
+    "meta_schedule.unroll_implicit", "meta_schedule.tiling_structure",
+    "meta_schedule.random_compute_producer", "meta_schedule.auto_tensorize", "other",
 )  # fmt: skip
 ANNOTATION = (*(f"key_{k}" for k in ANNOTATIONS), "annotation_value")
 
@@ -51,24 +58,52 @@ ACTION = (*NEST, *LOOP, *DECISION, *BLOCK, *ANNOTATION)
 """All features of one action, in order."""
 
 # What the ranker sees of all actions together.
-SUMMARY = (*(f"main_{f}" for f in NEST), *(f"rest_{f}" for f in NEST), "unroll", "blocks", "spaces_parallel", "main_share")
+SUMMARY = (
+    *(f"main_{f}" for f in NEST),
+    *(f"rest_{f}" for f in NEST),
+    "unroll",
+    "blocks",
+    "spaces_parallel",
+    "main_share",
+)
 
 # The state encoder's rows: one per block, and one per loop around it.
-STATE_BLOCK = (*NEST, *BLOCK, "is_init", "guarded", "unroll", "parallel_real", "vector_real", "thread_real", "order")
-STATE_LOOP = (*LOOP, "serial", "parallel_kind", "vectorized", "unrolled", "thread", "inner_points", "footprint")
+STATE_BLOCK = (
+    *NEST,
+    *BLOCK,
+    "is_init",
+    "guarded",
+    "unroll",
+    "parallel_real",
+    "vector_real",
+    "thread_real",
+    "order",
+)
+STATE_LOOP = (
+    *LOOP,
+    "serial",
+    "parallel_kind",
+    "vectorized",
+    "unrolled",
+    "thread",
+    "inner_points",
+    "footprint",
+)
 
 ACTION_TYPES = (
     "Postproc",  # not an instruction: what the postprocessors will make of one block
-    "Split", "Fuse", "Reorder", "Merge", "LoopPartition", "AddUnitLoop", "Parallel", "Vectorize", "Unroll", "Bind",
-    "ComputeAt", "ReverseComputeAt", "ComputeInline", "ReverseComputeInline", "FuseReductionEpilogue",
-    "CacheRead", "CacheWrite", "ReindexCacheRead", "ReindexCacheWrite", "CacheInplace", "CacheIndex", "ReIndex",
-    "ReadAt", "WriteAt", "RFactor", "DecomposeReduction", "DecomposePadding", "PadEinsum", "RollingBuffer",
-    "Blockize", "BlockizeLoopsAndBlocks", "Tensorize", "Annotate", "Unannotate", "TransformLayout",
-    "TransformBlockLayout", "SetAxisSeparator", "StorageAlign", "SetScope", "UnsafeSetDType", "UnsafeHideBufferAccess",
-    "AnnotateBufferAccess", "DisallowAsync", "other",
+    "Split", "Fuse", "Reorder", "Merge", "LoopPartition", "AddUnitLoop", "Parallel", "Vectorize", "Unroll",
+    "Bind", "ComputeAt", "ReverseComputeAt", "ComputeInline", "ReverseComputeInline", "FuseReductionEpilogue",
+    "CacheRead", "CacheWrite", "ReindexCacheRead", "ReindexCacheWrite", "CacheInplace", "CacheIndex",
+    "ReIndex", "ReadAt", "WriteAt", "RFactor", "DecomposeReduction", "DecomposePadding", "PadEinsum",
+    "RollingBuffer", "Blockize", "BlockizeLoopsAndBlocks", "Tensorize", "Annotate", "Unannotate",
+    "TransformLayout", "TransformBlockLayout", "SetAxisSeparator", "StorageAlign", "SetScope",
+    "UnsafeSetDType", "UnsafeHideBufferAccess", "AnnotateBufferAccess", "DisallowAsync", "other",
 )  # fmt: skip
 """Kinds of actions; an instruction that is not listed becomes the last."""
 
-QUERIES = ("GetSBlock", "GetBlock", "GetLoops", "GetConsumers", "GetProducers", "GetChildBlocks", "GetOutputBlocks",
-           "EnterPostproc")  # fmt: skip
+QUERIES = (
+    "GetSBlock", "GetBlock", "GetLoops", "GetConsumers", "GetProducers", "GetChildBlocks", "GetOutputBlocks",
+    "EnterPostproc",
+)  # fmt: skip
 """Instructions that change nothing: they only name what later ones use."""

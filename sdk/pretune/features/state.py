@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from pretune.features.nest import Component, Env, Nest, NestLoop, const, describe_block, footprint, log2, summarise
+from pretune.features.nest import (
+    Component,
+    Env,
+    Nest,
+    NestLoop,
+    const,
+    describe_block,
+    footprint,
+    log2,
+    summarise,
+)
 from pretune.features.program import PARALLEL, THREAD, VECTORIZED, Access, Block, read_program
 from pretune.features.schema import ACCESSES, LOOP, STATE_BLOCK, STATE_LOOP
 
@@ -58,9 +68,12 @@ def encode_state(func: Any, *, cores: int = 1) -> State:
         extra = (
             block.name.endswith("_init"), block.guarded,
             np.log2(max((loop.unroll for loop in block.loops), default=0) + 1) * 0.1,
-            log2(parallel), log2(_extent_of(block, VECTORIZED)), log2(_extent_of(block, THREAD)), i / len(blocks),
+            log2(parallel), log2(_extent_of(block, VECTORIZED)), log2(_extent_of(block, THREAD)),
+            i / len(blocks),
         )  # fmt: skip
-        rows[i] = np.concatenate([summary, describe_block(nest, work[i] / total), np.asarray(extra, dtype=np.float32)])
+        rows[i] = np.concatenate(
+            [summary, describe_block(nest, work[i] / total), np.asarray(extra, dtype=np.float32)]
+        )
         loops[i] = _loop_rows(block, nest)
     return State(rows, loops)
 
@@ -85,7 +98,9 @@ def _nest_of_state(block: Block) -> Nest:
     number = {loop.var: i for i, loop in enumerate(block.loops)}
     reduce_vars = {var for axis in block.axes if axis.is_reduce for var in axis.binding}
     accesses = [
-        Access(a.buffer, a.is_write, [{number[v]: c for v, c in form.items() if v in number} for form in a.index])
+        Access(
+            a.buffer, a.is_write, [{number[v]: c for v, c in form.items() if v in number} for form in a.index]
+        )
         for a in block.accesses
     ]
     axes = [(const(axis.extent), axis.is_reduce) for axis in block.axes]
