@@ -1,4 +1,4 @@
-"""The world model: encoder, transition and ranker under ONNX Runtime, and the weights they are loaded from."""
+"""The world model: encoder, transition and ranker under ONNX Runtime, and the weights they come from."""
 
 from pretune.model.scorer import SpaceScorer, TaskScorer
 from pretune.model.trace_scorer import TraceScorer

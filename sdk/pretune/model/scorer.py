@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,7 +34,12 @@ class SpaceScorer:
     """
 
     def __init__(
-        self, model: WorldModel, space: DesignSpace, encoder: ActionEncoder, z0: np.ndarray, hardware: np.ndarray
+        self,
+        model: WorldModel,
+        space: DesignSpace,
+        encoder: ActionEncoder,
+        z0: np.ndarray,
+        hardware: np.ndarray,
     ) -> None:
         self.model, self.space, self.encoder, self.hardware = model, space, encoder, hardware
         steps = encoder.steps
@@ -132,17 +136,17 @@ class TaskScorer:
 
     def __init__(self, model: WorldModel, space: TaskSpace, hardware: Hardware) -> None:
         func = space.mod["main"]
-        cores = int(space.target.attrs.get("num-cores", hardware.cores) or hardware.cores)
+        attrs: Any = space.target.attrs  # TVM annotates it as a string
+        cores = int(attrs.get("num-cores", hardware.cores) or hardware.cores)
         blocks = read_program(func)
         z0 = model.encode(encode_state(func, cores=cores))
         vector = np.asarray(hardware.vector(), dtype=np.float32)
         self.embedding_width = model.weights.config.sizes["embedding"]
         self.spaces = [
-            SpaceScorer(model, design, ActionEncoder(blocks, design.insts, cores), z0, vector) for design in space.spaces
+            SpaceScorer(model, design, ActionEncoder(blocks, design.insts, cores), z0, vector)
+            for design in space.spaces
         ]
 
     def score(self, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Score option indices of design space `k`; see `SpaceScorer.score`."""
         return self.spaces[k].score(rows)
-
-

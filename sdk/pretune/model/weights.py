@@ -137,23 +137,24 @@ def load_weights(path: Path | str, why: str = "given") -> Weights:
     version = _decode(config_file, dict[str, Any]).get("format_version")
     if version != FORMAT_VERSION:
         raise WeightsError(
-            f"{path}: weights format {version!r}, this pretune reads {FORMAT_VERSION}; {_way_out(version, FORMAT_VERSION)}"
+            f"{path}: weights format {version!r}, this pretune reads {FORMAT_VERSION}; "
+            + _way_out(version, FORMAT_VERSION)
         )
     config = _decode(config_file, Config)
     if config.feature_schema != SCHEMA_VERSION:
         raise WeightsError(
-            f"{path}: weights for feature schema {config.feature_schema}, this pretune computes {SCHEMA_VERSION}; "
-            + _way_out(config.feature_schema, SCHEMA_VERSION)
+            f"{path}: weights for feature schema {config.feature_schema}, "
+            f"this pretune computes {SCHEMA_VERSION}; " + _way_out(config.feature_schema, SCHEMA_VERSION)
         )
     if _version(config.min_sdk_version) > _version(pretune.__version__):
         raise WeightsError(
-            f"{path}: weights need pretune {config.min_sdk_version} or newer, this is {pretune.__version__}; "
-            "run: pip install -U pretune"
+            f"{path}: weights need pretune {config.min_sdk_version} or newer, "
+            f"this is {pretune.__version__}; run: pip install -U pretune"
         )
     if config.onnx.opset > MAX_OPSET or config.onnx.ir > MAX_IR:
         raise WeightsError(
-            f"{path}: ONNX opset {config.onnx.opset}, IR {config.onnx.ir}; at most {MAX_OPSET} and {MAX_IR} are read; "
-            "run: pip install -U pretune"
+            f"{path}: ONNX opset {config.onnx.opset}, IR {config.onnx.ir}; "
+            f"at most {MAX_OPSET} and {MAX_IR} are read; run: pip install -U pretune"
         )
     for name in ("config.json", *ONNX_FILES):
         check_file(path, name, manifest)
@@ -192,7 +193,9 @@ def _decode(file: Path, type_: Any) -> Any:
     try:
         return msgspec.json.decode(file.read_bytes(), type=type_)
     except (msgspec.MsgspecError, OSError) as error:
-        raise WeightsError(f"{file}: cannot be read ({error}); run: pretune doctor, to see the weights at hand") from None
+        raise WeightsError(
+            f"{file}: cannot be read ({error}); run: pretune doctor, to see the weights at hand"
+        ) from None
 
 
 def shipped_folder() -> Path | None:

@@ -13,7 +13,6 @@ from pretune.errors import WeightsError
 
 if TYPE_CHECKING:
     from pretune.features import State
-    from pretune.hardware import Hardware
     from pretune.model.weights import Weights
 
 
@@ -30,8 +29,8 @@ class WorldModel:
     ----------
     weights : Weights
     num_threads : int
-        Batches that are scored at once. Each ONNX Runtime session runs on its caller's thread: the networks are
-        small, so two batches side by side beat one batch on two threads.
+        Batches that are scored at once. Each ONNX Runtime session runs on its caller's thread: the networks
+        are small, so two batches side by side beat one batch on two threads.
 
     Raises
     ------
@@ -56,7 +55,11 @@ class WorldModel:
 
     def encode(self, state: State) -> np.ndarray:
         """Latent of one program: ``[latent]``."""
-        feed = {"blocks": state.blocks[None], "loops": state.loops[None], "mask": np.ones((1, len(state.blocks)), np.float32)}
+        feed = {
+            "blocks": state.blocks[None],
+            "loops": state.loops[None],
+            "mask": np.ones((1, len(state.blocks)), np.float32),
+        }
         return self._encoder.run(None, feed)[0][0]
 
     def step(self, z: np.ndarray, type_id: int, a: np.ndarray) -> np.ndarray:
@@ -81,7 +84,9 @@ class WorldModel:
             z = self.step(z, type_id, np.ascontiguousarray(np.broadcast_to(a, (n, a.shape[1]))))
         return z
 
-    def rank(self, zT: np.ndarray, summary: np.ndarray, hardware: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def rank(
+        self, zT: np.ndarray, summary: np.ndarray, hardware: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Score final latents; higher is faster. Scores compare within one task only.
 
         Parameters
@@ -114,7 +119,7 @@ def _session(file: Path) -> Any:
     try:
         return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime's exception classes are not public.
-        raise WeightsError(f"{file}: ONNX Runtime {ort.__version__} cannot load it ({type(error).__name__}); "
-                           "use the weights that came with pretune (leave --weights out)") from error  # fmt: skip
-
-
+        raise WeightsError(
+            f"{file}: ONNX Runtime {ort.__version__} cannot load it ({type(error).__name__}); "
+            "use the weights that came with pretune (leave --weights out)"
+        ) from error
