@@ -1,7 +1,7 @@
 """Auto-tuning of tensor programs without training.
 
-``tune`` is the whole job: a model in, a faster one out. ``LatentSearch`` and ``CostModel`` plug the same world model into
-stock MetaSchedule; ``load`` gives the model itself.
+``tune`` is the whole job: a model in, a faster one out. ``LatentSearch`` and ``CostModel`` plug the same
+world model into stock MetaSchedule; ``load`` gives the model itself.
 """
 
 from __future__ import annotations

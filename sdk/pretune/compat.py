@@ -8,6 +8,7 @@ import importlib.metadata
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 from pretune.errors import EnvironmentFaultError
 
@@ -19,7 +20,13 @@ FFI_BELOW = (0, 1, 15)
 
 # Tensor intrinsics that MetaSchedule's default design spaces of a target kind refer to. Importing the
 # whole package instead costs 22 to 38 s in every process.
-_INTRINSICS = {"llvm": ("x86", "arm_cpu"), "c": ("x86",), "cuda": ("cuda",), "rocm": ("rocm",), "metal": ("metal",)}
+_INTRINSICS = {
+    "llvm": ("x86", "arm_cpu"),
+    "c": ("x86",),
+    "cuda": ("cuda",),
+    "rocm": ("rocm",),
+    "metal": ("metal",),
+}
 _ARM = ("aarch64", "arm64", "armv7l")
 
 
@@ -75,7 +82,8 @@ def setup_tvm(kind: str = "llvm") -> None:
         package.__path__ = [str(Path(tvm.s_tir.__file__).parent / "tensor_intrin")]
         package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         sys.modules[name] = package
-        tvm.s_tir.tensor_intrin = package
+        parent: Any = tvm.s_tir
+        parent.tensor_intrin = package
     families = _INTRINSICS.get(kind, ())
     if kind == "llvm":
         families = ("arm_cpu",) if platform.machine().lower() in _ARM else ("x86",)

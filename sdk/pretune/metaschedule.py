@@ -88,7 +88,8 @@ class LatentSearch(PySearchStrategy):
         cost_model: Any = None,
     ) -> None:
         context = self._context
-        assert context is not None and context.mod is not None and context.space_generator is not None
+        assert context is not None and context.mod is not None and context.target is not None
+        assert context.space_generator is not None and context.space_generator.postprocs is not None
         model, hardware = self._models.get(context.target)
         postprocs = list(context.space_generator.postprocs)
         spaces = [DesignSpace(context.mod, sch, postprocs, self._seed + 1) for sch in design_spaces]
@@ -115,7 +116,8 @@ class LatentSearch(PySearchStrategy):
             self._search.update(self._pending, [_latency(r) for r in results])
         self._pending = []
 
-    def clone(self) -> LatentSearch:
+    # TVM wants a SearchStrategy, which only `derived_object` makes of it.
+    def clone(self) -> LatentSearch:  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, batch, seed = self._arguments
         return LatentSearch(weights, batch=batch, seed=seed)
 

@@ -130,8 +130,10 @@ def load_weights(path: Path | str, why: str = "given") -> Weights:
     config_file, manifest_file = path / "config.json", path / "manifest.json"
     for file in (config_file, manifest_file):
         if not file.is_file():
-            raise WeightsError(f"{file}: missing; a weights folder holds config.json, manifest.json and onnx/; "
-                               "run: pretune doctor, to see the weights at hand")  # fmt: skip
+            raise WeightsError(
+                f"{file}: missing; a weights folder holds config.json, manifest.json and onnx/; "
+                "run: pretune doctor, to see the weights at hand"
+            )
     manifest = _decode(manifest_file, Manifest)
     # The format is looked at first: a folder of another format may not decode as ours.
     version = _decode(config_file, dict[str, Any]).get("format_version")

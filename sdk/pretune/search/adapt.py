@@ -1,7 +1,8 @@
 """Correct the ranker on the task at hand from the trials measured so far, without torch.
 
-A Gaussian process with the ranker's score as prior mean (its slope fitted) and a squared-exponential kernel over what
-describes a candidate: the ranker's embedding and the summary of its actions. See Rasmussen and Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5.
+A Gaussian process with the ranker's score as prior mean (its slope fitted) and a squared-exponential kernel
+over what describes a candidate: the ranker's embedding and the summary of its actions. See Rasmussen and
+Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Posterior:
     Parameters
     ----------
     scale : numpy.ndarray, optional
-        Divisor of each feature, ``[e]``, such that unrelated candidates of the task are about 1 apart; by default
-        the spread of the trials themselves.
+        Divisor of each feature, ``[e]``, such that unrelated candidates of the task are about 1 apart; by
+        default the spread of the trials themselves.
     """
 
     def __init__(self, scale: np.ndarray | None = None) -> None:
@@ -87,7 +88,11 @@ class Posterior:
         y, score, x = y[index], self._score[index], self._x[index]
         centre = x.mean(0)
         # Features count by how far they spread over the task, so dead ones do not divide by zero.
-        scale = self._scale if self._scale is not None else np.full(x.shape[1], float(np.sqrt(x.var(0).sum())) + 1e-9)
+        scale = (
+            self._scale
+            if self._scale is not None
+            else np.full(x.shape[1], float(np.sqrt(x.var(0).sum())) + 1e-9)
+        )
         x = (x - centre) / scale
         design = np.stack([np.ones(len(y)), score], axis=1)
         best_fit = None
@@ -105,7 +110,9 @@ class Posterior:
                     prior = np.diag([1e-4, 1.0])
                     beta = np.linalg.solve(wd.T @ wd + prior, wd.T @ wy + prior @ np.array([0.0, 0.5]))
                     residual = wy - wd @ beta
-                    evidence = -0.5 * residual @ residual - np.log(np.diag(chol)).sum() - 0.5 * (beta[1] - 0.5) ** 2
+                    evidence = (
+                        -0.5 * residual @ residual - np.log(np.diag(chol)).sum() - 0.5 * (beta[1] - 0.5) ** 2
+                    )
                     if best_fit is None or evidence > best_fit[0]:
                         alpha = np.linalg.solve(chol.T, residual)
                         best_fit = (evidence, beta, length, signal, chol, alpha)

@@ -71,8 +71,9 @@ class TaskSearch:
 
     Notes
     -----
-    The loop is ``propose`` -> measure -> ``update`` -> ``propose`` ... Each proposal scores `POPULATION` random
-    decision vectors and ``GENERATIONS * CHILDREN`` mutations and crossovers of the best, trials included.
+    The loop is ``propose`` -> measure -> ``update`` -> ``propose`` ... Each proposal scores `POPULATION`
+    random decision vectors and ``GENERATIONS * CHILDREN`` mutations and crossovers of the best, trials
+    included.
     """
 
     def __init__(self, space: TaskSpace, scorer: TaskScorer, *, seed: int = 0) -> None:
@@ -133,7 +134,9 @@ class TaskSearch:
         if not proposals:
             return
         self._learn(
-            np.array([p.score for p in proposals]), np.stack([p.features for p in proposals]), np.array(latencies)
+            np.array([p.score for p in proposals]),
+            np.stack([p.features for p in proposals]),
+            np.array(latencies),
         )
         for p, latency in zip(proposals, latencies, strict=True):
             if np.isfinite(latency):
@@ -165,7 +168,9 @@ class TaskSearch:
     def _evolve(self) -> list[_Pool]:
         spaces = self.space.spaces
         share = POPULATION // len(spaces)
-        pools = [self._score(k, self._unique(space.sample(share, self.rng))) for k, space in enumerate(spaces)]
+        pools = [
+            self._score(k, self._unique(space.sample(share, self.rng))) for k, space in enumerate(spaces)
+        ]
         for _generation in range(GENERATIONS):
             values = np.concatenate([pool.value for pool in pools])
             if len(values) < 2:
@@ -196,13 +201,20 @@ class TaskSearch:
         pools = []
         for k, design in enumerate(self.space.spaces):
             best = [row for _latency, space, row in self._best[:4] if space == k]
-            rows = np.stack(best)[self.rng.integers(len(best), size=NEIGHBOURS)] if best else design.sample(0, self.rng)
+            rows = (
+                np.stack(best)[self.rng.integers(len(best), size=NEIGHBOURS)]
+                if best
+                else design.sample(0, self.rng)
+            )
             pools.append(self._score(k, self._unique(design.mutate(rows, self.rng, rate=0.5)), explore=0.0))
         return pools
 
     def _feature_scale(self) -> np.ndarray:
         """Divisors under which random candidates differ by about 1 in the embedding and 1 in the summary."""
-        parts = [self.scorer.score(k, design.sample(256, self.rng))[1] for k, design in enumerate(self.space.spaces)]
+        parts = [
+            self.scorer.score(k, design.sample(256, self.rng))[1]
+            for k, design in enumerate(self.space.spaces)
+        ]
         variance = np.concatenate(parts).var(axis=0)
         width = self.scorer.embedding_width
         scale = np.empty(len(variance))

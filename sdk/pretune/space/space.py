@@ -15,6 +15,7 @@ from pretune.space.slots import Slot, factorisations
 if TYPE_CHECKING:
     import tvm
     from tvm.s_tir import Schedule
+    from tvm.s_tir.meta_schedule import TuneContext
     from tvm.target import Target
 
 PROBES = 24
@@ -69,11 +70,13 @@ class DesignSpace:
         The open decisions, in trace order.
     """
 
-    def __init__(self, mod: tvm.IRModule, schedule: Schedule, postprocs: Sequence[Any], seed: int = 1) -> None:
+    def __init__(
+        self, mod: tvm.IRModule, schedule: Schedule, postprocs: Sequence[Any], seed: int = 1
+    ) -> None:
         from tvm.s_tir import Schedule as TVMSchedule
 
         self._new_schedule = lambda: TVMSchedule(mod, error_render_level="none")
-        self.trace = schedule.trace
+        self.trace: Any = schedule.trace  # TVM annotates it as optional: a traced schedule has one
         self.postprocs = list(postprocs)
         self._tvm_insts = list(self.trace.insts)
         self.insts: list[Any] = trace_to_json(self.trace)[0]
@@ -164,13 +167,15 @@ class DesignSpace:
         Candidate or None
             None when TVM refuses the decisions or a postprocessor does.
         """
-        values = {self._tvm_insts[s.index]: s.to_tvm(s.options[r]) for s, r in zip(self.slots, row, strict=True)}
+        values = {
+            self._tvm_insts[s.index]: s.to_tvm(s.options[r]) for s, r in zip(self.slots, row, strict=True)
+        }
         return self.replay(values, index)
 
     def replay(self, values: dict[Any, Any], index: int = 0) -> Candidate | None:
         """As `materialise`, from decisions by TVM instruction; a missing one is drawn by TVM."""
-        from tvm_ffi import structural_hash
         from tvm.s_tir.schedule import Trace
+        from tvm_ffi import structural_hash
 
         sch = self._new_schedule()
         try:
@@ -201,6 +206,7 @@ class TaskSpace:
         self.mod = mod
         self.target = target
         self.spaces = tuple(spaces)
+        self._context: TuneContext | None = None
 
     @classmethod
     def generate(cls, mod: tvm.IRModule, target: Target, *, seed: int = 1) -> TaskSpace:
@@ -215,14 +221,16 @@ class TaskSpace:
         seed : int
             Seed of the space generator's own sampling.
         """
-        setup_tvm(target.kind.name)
+        kind: Any = target.kind  # TVM annotates it as a string
+        setup_tvm(kind.name)
         from tvm.s_tir import meta_schedule as ms
 
         context = ms.TuneContext(
             mod=mod, target=target, space_generator="post-order-apply", rand_state=seed, num_threads=1
         )
         schedules = context.generate_design_space()
-        postprocs = list(context.space_generator.postprocs)
+        generator: Any = context.space_generator  # TVM annotates both as optional: the context has made them
+        postprocs = list(generator.postprocs)
         space = cls(mod, target, [DesignSpace(mod, sch, postprocs, seed) for sch in schedules])
         space._context = context  # The postprocessors hold a raw pointer to it.
         return space
