@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tvm
+
 from pretune.compat import setup_tvm
 
 setup_tvm()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tvm
 from click.testing import CliRunner
+
 from programs import TARGET, conv2d_relu, matmul
 
 torch = pytest.importorskip("torch")
@@ -43,8 +44,10 @@ def made(tmp_path_factory):
         "states_per_candidate = 1\nvalidate_every = 1\nthreads = 1\n"
     )
     commands = [
-        ["collect", f"{root}/corpus.jsonl", f"{root}/c", "--target", TARGET_JSON, "--random", "8", "--mutated", "2", "--rounds", "1"],
-        ["dataset", f"{root}/c", "--corpus", f"{root}/corpus.jsonl", "--out", f"{root}/data", "--machine", "here", "--target", TARGET_JSON],
+        ["collect", f"{root}/corpus.jsonl", f"{root}/c", "--target", TARGET_JSON,
+         "--random", "8", "--mutated", "2", "--rounds", "1"],
+        ["dataset", f"{root}/c", "--corpus", f"{root}/corpus.jsonl", "--out", f"{root}/data",
+         "--machine", "here", "--target", TARGET_JSON],
         ["make", f"{root}/config.toml", f"{root}/run", f"{root}/cpu-x86-64-v3"],
     ]  # fmt: skip
     outputs = []
@@ -194,7 +197,9 @@ def test_shared_measurements_are_read(tmp_path):
     for k, design in enumerate(space.spaces):
         candidate = space.materialise(k, design.sample(1, rng)[0])
         wanted.append([d.tolist() for d in candidate.decisions])
-        lines.append({"task": "t", "trace": candidate.trace_json, "ok": 1, "res": [0.001 * (k + 1)], "cal": 0.004})
+        lines.append(
+            {"task": "t", "trace": candidate.trace_json, "ok": 1, "res": [0.001 * (k + 1)], "cal": 0.004}
+        )
     task = {"id": "t", "net": "n", "name": "m", "shapes": [], "mod": str(tvm.ir.save_json(mod))}
     for name, rows in (("tasks", [task]), ("measurements", lines)):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as file:
@@ -202,4 +207,6 @@ def test_shared_measurements_are_read(tmp_path):
     tasks, spaces, rows = read_shared(tmp_path)
     assert [r["decisions"] for r in rows] == wanted
     data = group_candidates(tasks[0], spaces["t"], rows, "machine", 2)
-    assert sorted(float(x) for g in data.groups for x in g.latency) == [0.001 * (k + 1) for k in range(len(lines))]
+    assert sorted(float(x) for g in data.groups for x in g.latency) == [
+        0.001 * (k + 1) for k in range(len(lines))
+    ]

@@ -8,6 +8,7 @@ import logging
 import numpy as np
 import pytest
 import tvm
+
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.program import read_program
 from pretune.features.schema import ACTION, ACTION_TYPES, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
@@ -26,8 +27,8 @@ EXACT = (
 def test_the_symbolic_nest_is_the_real_one(mod):
     """The costliest block's nest, computed from decisions alone, against the scheduled program's own.
 
-    Large programs, so that no cache-sized tile reaches the fused parallel loop, whose parts the real program no
-    longer shows.
+    Large programs, so that no cache-sized tile reaches the fused parallel loop, whose parts the real program
+    no longer shows.
     """
     space = TaskSpace.generate(mod, TARGET)
     blocks = read_program(mod["main"])

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+
 from pretune.errors import WeightsError
 from pretune.features.schema import SCHEMA_VERSION
 from pretune.hardware import detect, hardware_for_target
@@ -38,7 +39,8 @@ def test_sharing_prefixes_changes_no_score(model, hardware, program):
         actions, summary = part.encoder.encode(design.decisions(rows))
         first = next(i for i, step in enumerate(part.encoder.steps) if step.slots)
         plain = model.rollout(
-            part.z0, [(s.type_id, a) for s, a in zip(part.encoder.steps[first:], actions[first:], strict=True)]
+            part.z0,
+            [(s.type_id, a) for s, a in zip(part.encoder.steps[first:], actions[first:], strict=True)],
         )
         want, want_embedding = model.rank(plain, summary, part.hardware)
         np.testing.assert_allclose(score, want, atol=2e-4)
@@ -62,7 +64,10 @@ def test_search_proposes_new_buildable_candidates(model, hardware):
 def test_search_is_reproducible(model, hardware):
     def rows(seed):
         space = TaskSpace.generate(matmul(), TARGET)
-        return [p.row.tolist() for p in TaskSearch(space, TaskScorer(model, space, hardware), seed=seed).propose(4)]
+        return [
+            p.row.tolist()
+            for p in TaskSearch(space, TaskScorer(model, space, hardware), seed=seed).propose(4)
+        ]
 
     assert rows(5) == rows(5)
 
@@ -72,7 +77,9 @@ def test_search_learns_on_the_task(model, hardware):
     space = TaskSpace.generate(conv2d_relu(), TARGET)
     scorer = TaskScorer(model, space, hardware)
     search = TaskSearch(space, scorer, seed=0)
-    weight = np.random.default_rng(2).normal(size=scorer.score(0, space.spaces[0].sample(1, search.rng))[1].shape[1])
+    weight = np.random.default_rng(2).normal(
+        size=scorer.score(0, space.spaces[0].sample(1, search.rng))[1].shape[1]
+    )
 
     def latency(p):
         return float(np.exp(-p.embedding @ weight))

@@ -6,11 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
+
 from pretune.space import TaskSpace, factorisations
 from programs import TARGET, conv2d_relu, matmul, softmax, transpose
 
 
-@pytest.mark.parametrize(("extent", "parts", "limit"), [(1, 4, 64), (12, 2, 64), (96, 3, 8), (13, 4, 4), (60, 4, 0)])
+@pytest.mark.parametrize(
+    ("extent", "parts", "limit"), [(1, 4, 64), (12, 2, 64), (96, 3, 8), (13, 4, 4), (60, 4, 0)]
+)
 def test_factorisations_are_all_of_them(extent, parts, limit):
     got = {tuple(row) for row in factorisations(extent, parts, limit)}
     divisors = [d for d in range(1, extent + 1) if extent % d == 0]
@@ -41,7 +44,9 @@ def test_materialised_candidates_took_the_decisions(program):
             wanted = [s.options[r] for s, r in zip(design.slots, row, strict=True)]
             # TVM may correct a compute location, which depends on the other decisions; it must say so.
             differing = [
-                s.kind for s, a, b in zip(design.slots, candidate.decisions, wanted, strict=True) if (a != b).any()
+                s.kind
+                for s, a, b in zip(design.slots, candidate.decisions, wanted, strict=True)
+                if (a != b).any()
             ]
             assert set(differing) <= {"SampleComputeLocation"}
             same += not differing

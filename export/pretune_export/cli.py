@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from pretune import env
 from pretune.errors import MissingExtraError, OptionError, PretuneError
 
@@ -34,8 +35,19 @@ class _Group(click.Group):
             click.echo(f"error: {error}", err=True)
             ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
-            if error.name in ("torch", "pyarrow", "safetensors", "jinja2", "matplotlib", "tqdm", "onnxscript", "scipy"):
-                click.echo(f"error: {MissingExtraError(f'pretune-export ({error.name})', 'export')}", err=True)
+            if error.name in (
+                "torch",
+                "pyarrow",
+                "safetensors",
+                "jinja2",
+                "matplotlib",
+                "tqdm",
+                "onnxscript",
+                "scipy",
+            ):
+                click.echo(
+                    f"error: {MissingExtraError(f'pretune-export ({error.name})', 'export')}", err=True
+                )
                 ctx.exit(MissingExtraError.exit_code)
             raise
 
@@ -76,11 +88,17 @@ def corpus(out: Path, target: str, exclude: Path | None, only: str | None) -> No
 @click.argument("corpus_file", metavar="CORPUS", type=FILE)
 @click.argument("out", type=FOLDER)
 @click.option("--target", default="native", show_default=True)
-@click.option("--minutes", type=float, default=60.0, show_default=True, help="Stop starting new tasks after this long.")
-@click.option("--random", "random_", type=int, default=24, show_default=True, help="Random candidates per task.")
+@click.option(
+    "--minutes", type=float, default=60.0, show_default=True, help="Stop starting new tasks after this long."
+)
+@click.option(
+    "--random", "random_", type=int, default=24, show_default=True, help="Random candidates per task."
+)
 @click.option("--mutated", type=int, default=12, show_default=True, help="Candidates in each later round.")
 @click.option("--rounds", type=int, default=2, show_default=True, help="Rounds after the first.")
-@click.option("--model", type=FOLDER, help="Weights folder that proposes the candidates of every other round.")
+@click.option(
+    "--model", type=FOLDER, help="Weights folder that proposes the candidates of every other round."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 def collect(
     corpus_file: Path, out: Path, target: str, minutes: float, random_: int, mutated: int, rounds: int,
@@ -90,7 +108,6 @@ def collect(
     import random
 
     from pretune.measure import MeasurePool
-
     from pretune_export.collect import CollectOptions, Collector, model_proposals, read_corpus
 
     made, hardware = _target(target)
@@ -104,7 +121,9 @@ def collect(
 
 
 @main.command()
-@click.argument("collected", type=click.Path(path_type=Path, exists=True, file_okay=False), nargs=-1, required=True)
+@click.argument(
+    "collected", type=click.Path(path_type=Path, exists=True, file_okay=False), nargs=-1, required=True
+)
 @click.option("--corpus", "corpus_file", type=FILE, required=True)
 @click.option("--out", type=FOLDER, required=True, help="Such as hub_cards/datasets/cpu-x86-64-v4.")
 @click.option("--machine", required=True, help="Short name of the machine that measured, for the file name.")
@@ -128,7 +147,9 @@ def dataset(
     known = {t["id"] for t in tasks}
     rows = [r for r in rows if r["task"] in known]
     if not rows:
-        raise OptionError(f"{collected[0]}: no measured schedules of tasks in {corpus_file}; run: pretune-export collect")
+        raise OptionError(
+            f"{collected[0]}: no measured schedules of tasks in {corpus_file}; run: pretune-export collect"
+        )
     days = sorted({r["time"][:10] for r in rows})
     write_parquet(
         out, tasks, spaces, rows,
@@ -155,7 +176,8 @@ def convert(folder: Path, out: Path) -> None:
         {
             "name": "znver4-first", "target": json.dumps(FIRST_TARGET), "cores": hardware.cores,
             "cpu": hardware.model_name, "microarch": hardware.microarch, "isa_level": hardware.isa_level,
-            "days": json.dumps(["2026-11-30"]), "vector": json.dumps([round(float(v), 6) for v in hardware.vector()]),
+            "days": json.dumps(["2026-11-30"]),
+            "vector": json.dumps([round(float(v), 6) for v in hardware.vector()]),
         },
     )  # fmt: skip
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tvm
+
 from pretune.measure.pool import MeasurePool
 from pretune.space import Candidate, TaskSpace
 
 if TYPE_CHECKING:
-    from pretune.measure.result import Measured
     from tvm.target import Target
+
+    from pretune.measure.result import Measured
 
 MAX_DRIFT = 0.10
 """A batch is dropped when the calibration kernel's time moves by more than this fraction."""
@@ -102,7 +104,10 @@ class Collector:
             self._append("done.jsonl", {"task": task["id"], "measured": measured})
             self._done.add(task["id"])
             count += measured
-            print(f"{n + 1}/{len(tasks)} {task['name'][:48]} {measured} in {time.time() - started:.1f} s", flush=True)
+            print(
+                f"{n + 1}/{len(tasks)} {task['name'][:48]} {measured} in {time.time() - started:.1f} s",
+                flush=True,
+            )
         return count
 
     def task(self, task: dict[str, Any]) -> int:
@@ -159,7 +164,9 @@ class Collector:
         """Measure a batch between two calibrations; again, up to twice, if the machine's speed moved."""
         for attempt in range(3):
             before = self.pool.calibrate()
-            results = self.pool.measure([c.mod for c in batch], best=best, slow_factor=self.options.slow_factor)
+            results = self.pool.measure(
+                [c.mod for c in batch], best=best, slow_factor=self.options.slow_factor
+            )
             after = self.pool.calibrate()
             if abs(after / before - 1) <= MAX_DRIFT or attempt == 2:
                 break

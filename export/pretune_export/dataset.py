@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tvm
+
 from pretune.features import ActionEncoder, State, encode_state
 from pretune.features.program import read_program
 from pretune.hardware import Hardware
@@ -99,16 +100,26 @@ def group_candidates(
         latency = np.array([min(m["latencies"]) if m["ok"] else np.inf for m in members])
         groups.append(
             Group(
-                task["id"], machine, task["split"], k, np.array([s.type_id for s in encoder.steps], dtype=np.int64),
-                actions, summary, latency, np.array([m["policy"] for m in members]), decisions,
+                task["id"],
+                machine,
+                task["split"],
+                k,
+                np.array([s.type_id for s in encoder.steps], dtype=np.int64),
+                actions,
+                summary,
+                latency,
+                np.array([m["policy"] for m in members]),
+                decisions,
                 [s.inst for s in encoder.steps],
-            )  # fmt: skip
+            )
         )
     state = encode_state(func, cores=cores)
     return TaskData(task["id"], task["split"], task["name"], tuple(task.get("networks", ())), state, groups)
 
 
-def write_parquet(folder: Path, tasks: list[dict], spaces: dict[str, list], rows: list[dict], machine: dict) -> None:
+def write_parquet(
+    folder: Path, tasks: list[dict], spaces: dict[str, list], rows: list[dict], machine: dict
+) -> None:
     """Write a dataset folder from collected lines (see `collect.Collector`)."""
     folder.mkdir(parents=True, exist_ok=True)
     used = {row["task"] for row in rows}
@@ -125,7 +136,9 @@ def write_parquet(folder: Path, tasks: list[dict], spaces: dict[str, list], rows
             "mod": [t["mod"] for t in kept],
         },
     )
-    pairs = [(task, k, insts) for task, all_ in spaces.items() if task in used for k, insts in enumerate(all_)]
+    pairs = [
+        (task, k, insts) for task, all_ in spaces.items() if task in used for k, insts in enumerate(all_)
+    ]
     _write(
         folder / "spaces.parquet",
         {
@@ -139,13 +152,17 @@ def write_parquet(folder: Path, tasks: list[dict], spaces: dict[str, list], rows
         {
             "task": [r["task"] for r in rows],
             "space": pa.array([r["space"] for r in rows], pa.int16()),
-            "decisions": pa.array([[v for d in r["decisions"] for v in d] for r in rows], pa.list_(pa.int32())),
+            "decisions": pa.array(
+                [[v for d in r["decisions"] for v in d] for r in rows], pa.list_(pa.int32())
+            ),
             "widths": pa.array([[len(d) for d in r["decisions"]] for r in rows], pa.list_(pa.int8())),
             "ok": [bool(r["ok"]) for r in rows],
             "latencies": pa.array([[float(x) for x in r["latencies"]] for r in rows], pa.list_(pa.float32())),
             "error_kind": [r.get("error_kind", "") for r in rows],
             "policy": [r["policy"] for r in rows],
-            "calibration": pa.array([[float(x) for x in r["calibration"]] for r in rows], pa.list_(pa.float32())),
+            "calibration": pa.array(
+                [[float(x) for x in r["calibration"]] for r in rows], pa.list_(pa.float32())
+            ),
             "time": [r["time"] for r in rows],
         },
         {k: str(v) for k, v in machine.items()},
@@ -159,13 +176,17 @@ def _write(path: Path, columns: dict[str, Any], metadata: dict[str, str] | None 
     pq.write_table(table, path, compression="zstd", compression_level=12)
 
 
-def read_parquet(folder: Path) -> tuple[dict[str, dict], dict[str, list], dict[str, list[dict]], dict[str, dict]]:
-    """Read a dataset folder: tasks and spaces by task id, rows by machine name, machine descriptions by name."""
+def read_parquet(
+    folder: Path,
+) -> tuple[dict[str, dict], dict[str, list], dict[str, list[dict]], dict[str, dict]]:
+    """Read a dataset folder: tasks and spaces by task id, rows and descriptions by machine name."""
     tasks = {}
     for t in pq.read_table(folder / "tasks.parquet").to_pylist():
         tasks[t["task"]] = {**t, "id": t["task"]}
     spaces: dict[str, list] = defaultdict(list)
-    for s in sorted(pq.read_table(folder / "spaces.parquet").to_pylist(), key=lambda s: (s["task"], s["space"])):
+    for s in sorted(
+        pq.read_table(folder / "spaces.parquet").to_pylist(), key=lambda s: (s["task"], s["space"])
+    ):
         spaces[s["task"]].append(json.loads(s["instructions"]))
     rows, machines = {}, {}
     for file in sorted(folder.glob("measured-*.parquet")):
@@ -194,10 +215,14 @@ FIRST_MACHINE = Hardware(
     isa_level="x86-64-v4", vector_bits=512, cores=2, l1d_bytes=32 << 10, l2_bytes=1 << 20, l3_bytes=32 << 20,
     clock_ghz=2.6, memory_bytes=24 << 30,
 )  # fmt: skip
-"""The machine of the first measurements: what their README says, with Zen 4's caches; its clock is a guess."""
+"""The machine of the first measurements, by their README, with Zen 4's caches; its clock is a guess."""
 
 
-def read_shared(folder: Path, task_split: str = "train") -> tuple[list[dict], dict[str, list], list[dict]]:
+FIRST_VALIDATION = ("mbv3", "inception")
+"""Their families that the corpus keeps for validation."""
+
+
+def read_shared(folder: Path) -> tuple[list[dict], dict[str, list], list[dict]]:
     """Read the first measurements (``tasks.jsonl.gz``, ``measurements.jsonl.gz``) into our rows.
 
     Their traces carry instructions and decisions together; design spaces are told apart by instructions.
@@ -207,9 +232,10 @@ def read_shared(folder: Path, task_split: str = "train") -> tuple[list[dict], di
         with gzip.open(folder / name, "rt") as file:
             return [json.loads(line) for line in file]
 
-    tasks = [
-        {**t, "split": task_split, "networks": [t["net"]], "flops": 0.0} for t in lines("tasks.jsonl.gz")
-    ]
+    tasks = []
+    for t in lines("tasks.jsonl.gz"):
+        split = "validation" if t["net"] in FIRST_VALIDATION else "train"
+        tasks.append({**t, "split": split, "networks": [t["net"]], "flops": 0.0})
     known = {t["id"] for t in tasks}
     spaces: dict[str, list] = defaultdict(list)
     keys: dict[str, dict[str, int]] = defaultdict(dict)
@@ -234,9 +260,15 @@ def read_shared(folder: Path, task_split: str = "train") -> tuple[list[dict], di
         latencies = m.get("res") or []
         rows.append(
             {
-                "task": m["task"], "space": found, "decisions": taken, "ok": bool(m.get("ok")) and bool(latencies),
-                "latencies": latencies, "error_kind": "" if m.get("ok") else "build", "policy": "random",
-                "calibration": [m.get("cal") or 0.0] * 2, "time": "2026-11-30",
-            }  # fmt: skip
+                "task": m["task"],
+                "space": found,
+                "decisions": taken,
+                "ok": bool(m.get("ok")) and bool(latencies),
+                "latencies": latencies,
+                "error_kind": "" if m.get("ok") else "build",
+                "policy": "random",
+                "calibration": [m.get("cal") or 0.0] * 2,
+                "time": "2026-11-30",
+            }
         )
     return tasks, dict(spaces), rows

@@ -1,4 +1,7 @@
-"""How well weights rank measured schedules of networks they were not trained on: one JSON and plots for the card."""
+"""How well weights rank measured schedules of networks they were not trained on.
+
+One JSON, and plots for the card.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from pretune_export.train import Data, make_batch, score_task, spearman, top_k
 def rollout_error(net: WorldModelNet, data: Data, seed: int = 0) -> dict[int, list[float]]:
     """Squared distance of predicted to real latents, by number of actions rolled out, over validation tasks.
 
-    Divided by the mean squared distance between real latents of different candidates of the same batch, so that
-    1 means: as far off as another candidate.
+    Divided by the mean squared distance between real latents of different candidates of the same batch, so
+    that 1 means: as far off as another candidate.
     """
     out: dict[int, list[float]] = defaultdict(list)
     rng = np.random.default_rng(seed)
@@ -27,7 +30,9 @@ def rollout_error(net: WorldModelNet, data: Data, seed: int = 0) -> dict[int, li
         batch = make_batch([task], data.machines, 10**9, rng)
         if batch.states is None or len(batch.state_at) < 4:
             continue
-        zs = torch.stack(net.rollout(net.encoder(*batch.initial)[batch.task], batch.types, batch.actions, batch.mask), 1)
+        zs = torch.stack(
+            net.rollout(net.encoder(*batch.initial)[batch.task], batch.types, batch.actions, batch.mask), 1
+        )
         real = net.encoder(*batch.states)
         row, step = batch.state_at[:, 0], batch.state_at[:, 1]
         error = (zs[row, step] - real).square().mean(-1)
@@ -55,11 +60,18 @@ def evaluate(net: WorldModelNet, data: Data, out: Path) -> dict[str, Any]:
         random = [top_k(rng.random(len(latency)), latency, k) for k in (1, 5) for _ in range(20)]
         rows.append(
             {
-                "task": task.name, "id": task.task, "networks": list(task.networks), "machine": task.groups[0].machine,
-                "schedules": len(score), "top1": top_k(score, latency, 1), "top5": top_k(score, latency, 5),
-                "top10": top_k(score, latency, 10), "spearman": spearman(score, -latency),
-                "random_top1": float(np.mean(random[:20])), "random_top5": float(np.mean(random[20:])),
-            }  # fmt: skip
+                "task": task.name,
+                "id": task.task,
+                "networks": list(task.networks),
+                "machine": task.groups[0].machine,
+                "schedules": len(score),
+                "top1": top_k(score, latency, 1),
+                "top5": top_k(score, latency, 5),
+                "top10": top_k(score, latency, 10),
+                "spearman": spearman(score, -latency),
+                "random_top1": float(np.mean(random[:20])),
+                "random_top5": float(np.mean(random[20:])),
+            }
         )
     figures = ("top1", "top5", "top10", "spearman", "random_top1", "random_top5")
     by_network: dict[str, list[dict]] = defaultdict(list)
@@ -93,7 +105,9 @@ def _plot(result: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     names = list(result["networks"])
     at = np.arange(len(names))
-    for k, (key, label) in enumerate((("random_top1", "random, top-1"), ("top1", "pretune, top-1"), ("top5", "pretune, top-5"))):
+    for k, (key, label) in enumerate(
+        (("random_top1", "random, top-1"), ("top1", "pretune, top-1"), ("top5", "pretune, top-5"))
+    ):
         left.bar(at + (k - 1) * 0.27, [result["networks"][n][key] for n in names], 0.27, label=label)
     left.set_xticks(at, names, rotation=60, ha="right", fontsize=7)
     left.set_ylim(0, 1)

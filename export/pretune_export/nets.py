@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import torch
-from pretune.features.schema import ACTION, ACTION_TYPES, STATE_BLOCK, STATE_LOOP, SUMMARY
-from pretune.hardware.hardware import VECTOR_SIZE
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from pretune.features.schema import ACTION, ACTION_TYPES, STATE_BLOCK, STATE_LOOP, SUMMARY
+from pretune.hardware.hardware import VECTOR_SIZE
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,17 @@ class Encoder(nn.Module):
         super().__init__()
         h = sizes.encoder_hidden
         self.loop = nn.Sequential(nn.Linear(len(STATE_LOOP), h), nn.ReLU(), nn.Linear(h, h), nn.ReLU())
-        self.block = nn.Sequential(nn.Linear(len(STATE_BLOCK) + 2 * h, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU())
+        self.block = nn.Sequential(
+            nn.Linear(len(STATE_BLOCK) + 2 * h, h), nn.ReLU(), nn.Linear(h, h), nn.ReLU()
+        )
         self.out = nn.Linear(3 * h, sizes.latent)
         self.norm = nn.LayerNorm(sizes.latent)
 
     def forward(self, blocks: Tensor, loops: Tensor, mask: Tensor) -> Tensor:
-        """``blocks [n, B, .]``, ``loops [n, B, L, .]``, ``mask [n, B]`` (1 for a real block) -> ``[n, latent]``."""
+        """``blocks [n, B, .]``, ``loops [n, B, L, .]``, ``mask [n, B]`` -> ``[n, latent]``.
+
+        `mask` is 1 for a real block.
+        """
         real = (loops.abs().sum(-1, keepdim=True) > 0).to(loops.dtype)
         x = self.loop(loops) * real
         x = torch.cat([blocks, x.sum(2) / 8.0, x.amax(2)], dim=-1)
@@ -84,7 +90,10 @@ class Ranker(nn.Module):
         self.score = nn.Linear(sizes.embedding, 1)
 
     def forward(self, z: Tensor, summary: Tensor, hardware: Tensor) -> tuple[Tensor, Tensor]:
-        """``z [n, latent]``, ``summary [n, .]``, ``hardware [1 or n, 16]`` -> ``score [n]``, ``embedding [n, .]``."""
+        """``z [n, latent]``, ``summary [n, .]``, ``hardware [1 or n, 16]`` -> score, embedding.
+
+        The score is ``[n]``, the embedding ``[n, .]``: what the score is linear in.
+        """
         # Added rather than expanded, so that one hardware row serves any number of candidates.
         hardware = hardware + torch.zeros_like(z[:, :1])
         e = self.net(torch.cat([z, summary, hardware], dim=-1))

@@ -13,20 +13,28 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
+from safetensors.torch import load_file, save_file
+
 from pretune.features.schema import ACTION, SCHEMA_VERSION, STATE_BLOCK, STATE_LOOP, SUMMARY
 from pretune.features.state import MAX_LOOPS
 from pretune.hardware.hardware import VECTOR_SIZE
 from pretune.model.weights import FORMAT_VERSION, MAX_IR, MAX_OPSET
-from safetensors.torch import load_file, save_file
-
 from pretune_export.nets import Sizes, WorldModelNet
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime, relative to the largest output."""
 
 
-def export_weights(net: WorldModelNet, out: Path, *, name: str, covers: dict[str, str], measured_on: Sequence[dict],
-                   quality: dict[str, float], provenance: dict[str, Any]) -> Path:  # fmt: skip
+def export_weights(
+    net: WorldModelNet,
+    out: Path,
+    *,
+    name: str,
+    covers: dict[str, str],
+    measured_on: Sequence[dict],
+    quality: dict[str, float],
+    provenance: dict[str, Any],
+) -> Path:
     """Write a weights folder: ONNX files, safetensors, config and manifest (the card is `card.write_card`'s).
 
     Parameters
@@ -71,7 +79,9 @@ def export_weights(net: WorldModelNet, out: Path, *, name: str, covers: dict[str
         "quality": quality,
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    write_manifest(out, {**provenance, "parity": worst, "exported": datetime.now(UTC).isoformat(timespec="seconds")})
+    write_manifest(
+        out, {**provenance, "parity": worst, "exported": datetime.now(UTC).isoformat(timespec="seconds")}
+    )
     return out
 
 
@@ -80,7 +90,10 @@ def write_manifest(out: Path, provenance: dict[str, Any]) -> None:
     files = {}
     for path in sorted(p for p in out.rglob("*") if p.is_file() and p.name != "manifest.json"):
         data = path.read_bytes()
-        files[path.relative_to(out).as_posix()] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+        files[path.relative_to(out).as_posix()] = {
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "size": len(data),
+        }
     manifest = {"files": files, "provenance": provenance}
     (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
 
@@ -102,8 +115,9 @@ def _example(n: int, blocks: int) -> dict[str, torch.Tensor]:
     mask = torch.ones(n, blocks)
     mask[:, blocks // 2 + 1 :] = 0
     return {
-        "blocks": rand(n, blocks, len(STATE_BLOCK)), "loops": rand(n, blocks, MAX_LOOPS, len(STATE_LOOP)), "mask": mask,
-        "type": torch.tensor([1]), "a": rand(n, len(ACTION)), "summary": rand(n, len(SUMMARY)),
+        "blocks": rand(n, blocks, len(STATE_BLOCK)),
+        "loops": rand(n, blocks, MAX_LOOPS, len(STATE_LOOP)),
+        "mask": mask, "type": torch.tensor([1]), "a": rand(n, len(ACTION)), "summary": rand(n, len(SUMMARY)),
         "hardware": rand(1, VECTOR_SIZE),
     }  # fmt: skip
 
@@ -119,8 +133,8 @@ def _parts(net: WorldModelNet, n: int = 4, blocks: int = 6) -> dict[str, tuple]:
             {"blocks": {0: rows, 1: width}, "loops": {0: rows, 1: width}, "mask": {0: rows, 1: width}}, ["z"],
         ),
         "transition": (
-            net.transition, {"z": z, "type": x["type"], "a": x["a"]}, {"z": {0: rows}, "type": None, "a": {0: rows}},
-            ["z_next"],
+            net.transition, {"z": z, "type": x["type"], "a": x["a"]},
+            {"z": {0: rows}, "type": None, "a": {0: rows}}, ["z_next"],
         ),
         "ranker": (
             net.ranker, {"z": z, "summary": x["summary"], "hardware": x["hardware"]},
@@ -155,12 +169,16 @@ def check_parity(net: WorldModelNet, folder: Path) -> float:
     worst = 0.0
     for n, blocks in ((1, 1), (1, 9), (7, 3), (300, 20)):
         for part, (module, inputs, _dynamic, _outputs) in _parts(net, n, blocks).items():
-            session = ort.InferenceSession(str(folder / "onnx" / f"{part}.onnx"), providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(
+                str(folder / "onnx" / f"{part}.onnx"), providers=["CPUExecutionProvider"]
+            )
             got = session.run(None, {k: v.numpy() for k, v in inputs.items()})
             want = module(**inputs)
             want = want if isinstance(want, tuple) else (want,)
             for a, b in zip(got, want, strict=True):
                 worst = max(worst, float(np.abs(a - b.numpy()).max() / max(np.abs(b.numpy()).max(), 1e-3)))
     if worst > TOLERANCE:
-        raise RuntimeError(f"ONNX Runtime and torch differ by {worst:.2e} in {folder}, more than {TOLERANCE:.0e}")
+        raise RuntimeError(
+            f"ONNX Runtime and torch differ by {worst:.2e} in {folder}, more than {TOLERANCE:.0e}"
+        )
     return worst

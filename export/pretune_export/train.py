@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from pretune.features import State
-from pretune.features.schema import STATE_BLOCK
 from torch import Tensor
 from torch.nn import functional as F
 
+from pretune.features import State
+from pretune.features.schema import STATE_BLOCK
 from pretune_export.dataset import Group, TaskData, group_candidates, read_parquet
 from pretune_export.nets import Sizes, WorldModelNet
 from pretune_export.trajectories import FINAL, Replayer, choose_steps
@@ -91,7 +91,9 @@ def _prepare(job: tuple[dict, list, dict[str, list[dict]], dict[str, dict], Trai
         rng = np.random.default_rng([config.seed, int(task["id"][:8], 16)])
         if config.candidates_with_states:
             replayer = Replayer(tvm.ir.load_json(task["mod"]), target, cores)
-            everyone = [(g, i) for g in data.groups for i in range(len(g.latency)) if np.isfinite(g.latency[i])]
+            everyone = [
+                (g, i) for g in data.groups for i in range(len(g.latency)) if np.isfinite(g.latency[i])
+            ]
             picked = rng.permutation(len(everyone))[: config.candidates_with_states]
             for g, i in (everyone[p] for p in picked):
                 decisions = [d[i].tolist() for d in g.decisions]
@@ -112,7 +114,9 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
     for folder in config.datasets:
         tasks, spaces, rows, machines = read_parquet(Path(folder))
         for name, machine in machines.items():
-            data.machines[name] = Machine(np.array(json.loads(machine["vector"]), np.float32), int(machine["cores"]))
+            data.machines[name] = Machine(
+                np.array(json.loads(machine["vector"]), np.float32), int(machine["cores"])
+            )
         by_task: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
         for machine, members in rows.items():
             for row in members:
@@ -171,7 +175,11 @@ FAILED = 6.0
 
 
 def make_batch(
-    tasks: list[TaskData], machines: dict[str, Machine], per_task: int, rng: np.random.Generator, states: bool = True
+    tasks: list[TaskData],
+    machines: dict[str, Machine],
+    per_task: int,
+    rng: np.random.Generator,
+    states: bool = True,
 ) -> Batch:
     """Draw up to `per_task` candidates of each task; the best is always among them."""
     parts: list[tuple[int, Group, np.ndarray, float]] = []
@@ -217,8 +225,8 @@ def make_batch(
         row = end
     return Batch(
         pack_states([t.initial for t in tasks]), torch.from_numpy(owner), torch.from_numpy(types),
-        torch.from_numpy(actions), torch.from_numpy(mask), torch.from_numpy(summary), torch.from_numpy(hardware),
-        torch.from_numpy(target), pack_states(found) if found else None,
+        torch.from_numpy(actions), torch.from_numpy(mask), torch.from_numpy(summary),
+        torch.from_numpy(hardware), torch.from_numpy(target), pack_states(found) if found else None,
         torch.tensor(at, dtype=torch.int64).reshape(-1, 2),
     )  # fmt: skip
 
@@ -227,16 +235,18 @@ def make_batch(
 
 
 def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float) -> Tensor:
-    """Pairwise logistic loss within each task, a pair weighted by how much choosing wrong costs at the good end.
+    """Pairwise logistic loss within each task, a pair weighted by what choosing wrong costs at the good end.
 
-    The weight of a pair is the difference of ``best / latency``, as the gain differences of LambdaRank (Burges,
-    "From RankNet to LambdaRank to LambdaMART", 2010). `regression` adds a Huber loss on centred log latencies, so that
-    scores keep the scale of log latency, which the search's posterior relies on.
+    The weight of a pair is the difference of ``best / latency``, as the gain differences of LambdaRank
+    (Burges, "From RankNet to LambdaRank to LambdaMART", 2010). `regression` adds a Huber loss on centred log
+    latencies, so that scores keep the scale of log latency, which the search's posterior relies on.
     """
     same = task[:, None] == task[None]
     gain = target.exp()
     delta = gain[:, None] - gain[None]
-    weight = torch.where(same & (delta > 0), delta, torch.zeros_like(delta)) + 0.05 * (same & (target[:, None] > target[None]))
+    weight = torch.where(same & (delta > 0), delta, torch.zeros_like(delta)) + 0.05 * (
+        same & (target[:, None] > target[None])
+    )
     pair = F.softplus(-(score[:, None] - score[None]) * 2.0)
     loss = (weight * pair).sum() / weight.sum().clamp_min(1e-6)
     if regression > 0:
@@ -273,7 +283,8 @@ def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConf
         true = net.encoder(*batch.states)
         row, step = batch.state_at[:, 0], batch.state_at[:, 1]
         predicted = torch.stack(zs, dim=1)[row, step]
-        # Both move: the prediction to the encoder's state, and, more slowly, the state to what can be predicted.
+        # Both move: the prediction to the encoder's state, and, more slowly, the state to what can be
+        # predicted.
         out["align"] = F.mse_loss(predicted, true.detach()) + 0.1 * F.mse_loss(predicted.detach(), true)
         # Other states of the same batch are negatives, those of the same task the hard ones.
         logits = F.normalize(predicted, dim=-1) @ F.normalize(true, dim=-1).T / 0.1
@@ -286,7 +297,9 @@ def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConf
         if int(final.sum()) > 8:
             rows = row[final]
             true_score, _ = net.ranker(true[final], batch.summary[rows], batch.hardware[rows])
-            out["true_rank"] = ranking_loss(true_score, batch.target[rows], batch.task[rows], config.regression)
+            out["true_rank"] = ranking_loss(
+                true_score, batch.target[rows], batch.task[rows], config.regression
+            )
     return out
 
 
@@ -306,7 +319,9 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def score_task(net: WorldModelNet, task: TaskData, machines: dict[str, Machine], *, real: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def score_task(
+    net: WorldModelNet, task: TaskData, machines: dict[str, Machine], *, real: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Scores and latencies of all candidates of a task."""
     batch = make_batch([task], machines, 10**9, np.random.default_rng(0), states=False)
     z0 = net.encoder(*batch.initial)
@@ -325,13 +340,20 @@ def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Mach
             rows.append((top_k(score, latency, 1), top_k(score, latency, 5), spearman(score, -latency)))
     net.train()
     mean = np.mean(rows, axis=0)
-    return {"top1": float(mean[0]), "top5": float(mean[1]), "spearman": float(mean[2]), "tasks": float(len(rows))}
+    return {
+        "top1": float(mean[0]),
+        "top5": float(mean[1]),
+        "spearman": float(mean[2]),
+        "tasks": float(len(rows)),
+    }
 
 
 # -- the loop ------------------------------------------------------------------------------------------------
 
 
-def train(config: TrainConfig, out: Path, *, cache: Path | None = None, deadline: float = float("inf")) -> dict[str, Any]:
+def train(
+    config: TrainConfig, out: Path, *, cache: Path | None = None, deadline: float = float("inf")
+) -> dict[str, Any]:
     """Train and write ``best.pt`` and ``log.jsonl`` to `out`; continues from ``last.pt`` if it is there."""
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
@@ -356,14 +378,19 @@ def train(config: TrainConfig, out: Path, *, cache: Path | None = None, deadline
         schedule.load_state_dict(saved["schedule"])
         start, best = saved["epoch"], saved["best"]
     count = sum(len(g.latency) for t in data.train for g in t.groups)
-    print(f"{len(data.train)} training tasks with {count} schedules, {len(data.validation)} validation tasks", flush=True)
+    print(
+        f"{len(data.train)} training tasks with {count} schedules, {len(data.validation)} validation tasks",
+        flush=True,
+    )
     for epoch in range(start, config.epochs):
         rng = np.random.default_rng([config.seed, epoch])
         order = rng.permutation(len(data.train))
         sums: dict[str, float] = defaultdict(float)
         began = time.time()
         for b in range(per_epoch):
-            tasks = [data.train[i] for i in order[b * config.tasks_per_batch : (b + 1) * config.tasks_per_batch]]
+            tasks = [
+                data.train[i] for i in order[b * config.tasks_per_batch : (b + 1) * config.tasks_per_batch]
+            ]
             batch = make_batch(tasks, data.machines, config.candidates_per_task, rng)
             terms = losses(net, decoder, batch, config)
             loss = sum(getattr(config, name, 1.0) * term for name, term in terms.items())
@@ -374,7 +401,11 @@ def train(config: TrainConfig, out: Path, *, cache: Path | None = None, deadline
             schedule.step()
             for name, term in terms.items():
                 sums[name] += float(term.detach()) / per_epoch
-        line: dict[str, Any] = {"epoch": epoch + 1, "seconds": round(time.time() - began, 1), **{k: round(v, 4) for k, v in sums.items()}}
+        line: dict[str, Any] = {
+            "epoch": epoch + 1,
+            "seconds": round(time.time() - began, 1),
+            **{k: round(v, 4) for k, v in sums.items()},
+        }
         done = epoch + 1 == config.epochs or time.time() > deadline
         if (epoch + 1) % config.validate_every == 0 or done:
             quality = validate(net, data.validation, data.machines)
@@ -416,9 +447,12 @@ def describe_data(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, 
             machine = machines[name]
             measured_on.append(
                 {
-                    "cpu": machine["cpu"], "microarch": machine["microarch"], "cores": int(machine["cores"]),
-                    "schedules": len(members), "tasks": len({m["task"] for m in members}),
+                    "cpu": machine["cpu"],
+                    "microarch": machine["microarch"],
+                    "cores": int(machine["cores"]),
+                    "schedules": len(members),
+                    "tasks": len({m["task"] for m in members}),
                     "days": sorted({m["time"][:10] for m in members}),
-                }  # fmt: skip
+                }
             )
     return measured_on, {"train_networks": len(networks), "datasets": config.datasets}

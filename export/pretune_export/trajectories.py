@@ -1,7 +1,7 @@
 """Real states along a trace: the programs that the transition has to predict in latent space.
 
-Replaying a trace needs no measurement. For one candidate, the state after step ``s`` is the encoder's view of the
-program after that step's instruction, and the last state is the program after postprocessing.
+Replaying a trace needs no measurement. For one candidate, the state after step ``s`` is the encoder's view of
+the program after that step's instruction, and the last state is the program after postprocessing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tvm
+
 from pretune.compat import setup_tvm
 from pretune.features import State, encode_state
 
@@ -32,7 +33,9 @@ class Replayer:
         from tvm.s_tir import meta_schedule as ms
 
         self.mod, self.cores = mod, cores
-        self._context = ms.TuneContext(mod=mod, target=target, space_generator="post-order-apply", num_threads=1)
+        self._context = ms.TuneContext(
+            mod=mod, target=target, space_generator="post-order-apply", num_threads=1
+        )
         self._postprocs = list(self._context.space_generator.postprocs)
 
     def states(
@@ -66,7 +69,9 @@ class Replayer:
             end = len(insts) if step == FINAL else steps[step] + 1
             try:
                 sch = tvm.s_tir.Schedule(self.mod, error_render_level="none")
-                tvm.s_tir.schedule.Trace.apply_json_to_schedule([insts[:end], [t for t in taken if t[0] < end]], sch)
+                tvm.s_tir.schedule.Trace.apply_json_to_schedule(
+                    [insts[:end], [t for t in taken if t[0] < end]], sch
+                )
                 if step == FINAL:
                     sch.enter_postproc()
                     if not all(p.apply(sch) for p in self._postprocs):
