@@ -89,10 +89,9 @@ def tune_stock(
     found = Baseline()
     database = ms.database.MemoryDatabase()
     stopped: list[BaseException] = []
-    builder, runner = _through_pool(pool, found, stopped)
+    builder, runner = through_pool(pool, found, stopped)
     work_dir.mkdir(parents=True, exist_ok=True)
-    # Its console handler takes the level that the logger has at this moment, then sets the logger's to DEBUG.
-    logging.getLogger("tvm.s_tir.meta_schedule").setLevel(logging.ERROR)
+    silence_logger()
     start = time.perf_counter()
     with output_to(work_dir / "output.log"):
         try:
@@ -127,7 +126,16 @@ def tune_stock(
     return found
 
 
-def _through_pool(pool: MeasurePool, found: Baseline, stopped: list[BaseException]) -> tuple[Any, Any]:
+def silence_logger() -> None:
+    """Keep ``tune_tir`` from logging to stdout; to be called before each."""
+    logger = logging.getLogger("tvm.s_tir.meta_schedule")
+    # Its console handler takes the level that the logger has then; the logger's own it sets to DEBUG.
+    logger.setLevel(logging.ERROR)
+    # It sets the handlers up anew, and fails on one without a name, as test runners attach them.
+    logger.handlers.clear()
+
+
+def through_pool(pool: MeasurePool, found: Baseline, stopped: list[BaseException]) -> tuple[Any, Any]:
     """A builder that keeps the programs, and a runner that builds and times them in the pool."""
     from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
     from tvm.s_tir.meta_schedule.cost_model.xgb_model import derived_object  # its own module moves

@@ -103,6 +103,8 @@ def first_batch(start: float, weights: str) -> None:
     def done(stage: str) -> None:
         stages[stage] = round(time.perf_counter() - start - sum(stages.values()), 3)
 
+    import tvm  # noqa: F401
+
     from pretune.bench.common import matmul_relu, prepare
     from pretune.model import TaskScorer
     from pretune.search import TaskSearch
