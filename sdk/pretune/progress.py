@@ -79,7 +79,8 @@ def show_progress(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
 
         def update(progress: Progress) -> None:
             nonlocal shown
-            if time.monotonic() - shown > REFRESH_S or progress.trials == 0:
+            edge = progress.trials in (0, progress.budget)
+            if edge or time.monotonic() - shown > REFRESH_S:
                 shown = time.monotonic()
                 live.update(Text(progress_text(progress), overflow="ellipsis", no_wrap=True), refresh=True)
 

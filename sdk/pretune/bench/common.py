@@ -97,7 +97,8 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
     if len(a) < 3:
         return None
     ranks = np.stack([np.argsort(np.argsort(np.asarray(x))) for x in (a, b)])
-    return float(np.corrcoef(ranks)[0, 1])
+    correlations: Any = np.corrcoef(ranks)
+    return float(correlations[0, 1])
 
 
 @contextlib.contextmanager

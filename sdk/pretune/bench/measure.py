@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pretune.intake import Task
 
 SEED = 0
+BUILD_TIMEOUT = 180.0
 
 
 def run(*, candidates: int = 48) -> dict[str, Any]:
@@ -150,7 +151,8 @@ def _stock(
     from tvm.s_tir.meta_schedule.builder import BuilderInput
     from tvm.s_tir.meta_schedule.runner import RunnerInput
 
-    builder: Any = ms.builder.LocalBuilder()
+    # Its workers import all tensor intrinsics first, 20 to 40 s, which its own deadline of 30 s includes.
+    builder: Any = ms.builder.LocalBuilder(timeout_sec=BUILD_TIMEOUT)
     runner: Any = ms.runner.LocalRunner()  # has started its worker when this returns
     start = time.perf_counter()
     built = builder.build([BuilderInput(c.mod, target) for group in groups for c in group])
