@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 BATCH = 16
 """Trials between two looks at what was learnt."""
 
-FINALISTS = 4
+FINALISTS = 6
 """Candidates timed in turns with the default schedule before the winner is named."""
 
 FINAL_ROUNDS = 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ CHILDREN = 2048
 """Children per generation, over all design spaces."""
 
 PARENTS = 192
-EXPLORE = 0.3
+EXPLORE = 0.5
 """Weight of the posterior's deviation when candidates are chosen, once trials exist."""
 
 LOCAL = 0.25
@@ -107,6 +108,7 @@ class TaskSearch:
         """Materialise the best of `pools` until `out` holds `n`; with `spread`, close ones come last."""
         order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * n)]
         order.sort(key=lambda item: -item[0])
+        bar = order[min(len(order), 8 * n) - 1][0] if order else 0.0
         failures = 0
         postponed: list[tuple[float, int, int]] = []
         for apart in (True, False) if spread else (False,):
@@ -125,9 +127,19 @@ class TaskSearch:
                 if candidate is None or candidate.shash in self._seen:
                     failures += 1
                     continue
+                score, features = float(pools[k].score[i]), pools[k].features[i]
+                taken = self._row_of(k, candidate.decisions)
+                if taken is not None and (taken != row).any():
+                    # TVM took another compute location than was asked for: what was ranked is not what came out.
+                    actual = self._score(k, taken[None], explore=0.0)
+                    if actual.value[0] < bar:
+                        failures += 1
+                        continue
+                    row, score, features = taken, float(actual.score[0]), actual.features[0]
+                    self._tried[k].add(row.tobytes())
                 self._seen.add(candidate.shash)
                 chosen[k].append(row)
-                out.append(Proposal(candidate, row, float(pools[k].score[i]), pools[k].features[i]))
+                out.append(Proposal(candidate, row, score, features))
 
     def update(self, proposals: list[Proposal], latencies: list[float]) -> None:
         """Learn from trials: seconds per candidate, infinite for one that failed."""
@@ -145,12 +157,11 @@ class TaskSearch:
 
     def restore(self, k: int, decisions: list[list[int]], latency: float) -> None:
         """Learn from a trial of an earlier run: decisions of design space `k`, and seconds."""
-        slots = self.space.spaces[k].slots
-        if len(slots) != len(decisions):
+        if len(self.space.spaces[k].slots) != len(decisions):
             return
-        row = np.array([s.find(np.asarray(d)) for s, d in zip(slots, decisions, strict=True)], dtype=np.int32)
-        if (row < 0).any():
-            return  # Decisions that this design space does not offer: of another TVM, or corrected by it.
+        row = self._row_of(k, [np.asarray(d) for d in decisions])
+        if row is None:
+            return  # Decisions that this design space does not offer: of another TVM.
         self._tried[k].add(row.tobytes())
         score, features = self.scorer.score(k, row[None])
         self._learn(score, features, np.array([latency]))
@@ -195,6 +206,12 @@ class TaskSearch:
                 if len(fresh):
                     pools[k] = _merge(pool, self._score(k, fresh))
         return pools
+
+    def _row_of(self, k: int, decisions: Sequence[np.ndarray]) -> np.ndarray | None:
+        """Option indices of decisions of design space `k`; None if one is not among the options."""
+        slots = self.space.spaces[k].slots
+        row = np.array([slot.find(d) for slot, d in zip(slots, decisions, strict=True)], dtype=np.int32)
+        return None if (row < 0).any() else row
 
     def _neighbours(self) -> list[_Pool]:
         """Small changes of the best trials, by their expected latency alone."""
