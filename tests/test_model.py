@@ -35,7 +35,7 @@ def test_sharing_prefixes_changes_no_score(model, hardware, program):
     rng = np.random.default_rng(0)
     for part, design in zip(scorer.spaces[:3], space.spaces, strict=False):
         rows = np.concatenate([design.sample(40, rng)] * 2)  # duplicates share everything
-        score, embedding = part.score(rows)
+        score, features = part.score(rows)
         actions, summary = part.encoder.encode(design.decisions(rows))
         first = next(i for i, step in enumerate(part.encoder.steps) if step.slots)
         plain = model.rollout(
@@ -44,7 +44,7 @@ def test_sharing_prefixes_changes_no_score(model, hardware, program):
         )
         want, want_embedding = model.rank(plain, summary, part.hardware)
         np.testing.assert_allclose(score, want, atol=2e-4)
-        np.testing.assert_allclose(embedding, want_embedding, atol=2e-4)
+        np.testing.assert_allclose(features, np.concatenate([want_embedding, summary], axis=1), atol=2e-4)
         assert score[:40] == pytest.approx(score[40:], abs=1e-5)
         assert score.std() > 0
 
@@ -82,7 +82,7 @@ def test_search_learns_on_the_task(model, hardware):
     )
 
     def latency(p):
-        return float(np.exp(-p.embedding @ weight))
+        return float(np.exp(-p.features @ weight))
 
     medians = []
     for _ in range(5):
