@@ -6,6 +6,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import tvm
+
+from pretune.errors import OptionError
 
 pytest.importorskip("torch", reason="the training side needs the extra: pip install 'pretune[export]'")
 
@@ -20,7 +23,7 @@ from pretune_export.networks import (
 )
 from pretune_export.networks.corpus import MIN_WORK, CorpusTask, kind_of, pick
 
-TARGET = {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}
+TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
 
 SUITE = """
 from dataclasses import dataclass
@@ -119,7 +122,7 @@ def test_network_that_runs_out_of_time_is_skipped(tmp_path: Path, capfd: pytest.
 
 
 def test_unknown_network_is_named(tmp_path: Path):
-    with pytest.raises(KeyError, match="resnet-9000"):
+    with pytest.raises(OptionError, match="resnet-9000"):
         build_corpus(tmp_path / "corpus.jsonl.gz", TARGET, ["resnet-9000"])
 
 

@@ -38,6 +38,7 @@ def write_card(folder: Path, evaluation: dict[str, Any], search: dict[str, Any] 
         config=config,
         provenance=provenance,
         evaluation=evaluation,
+        main=evaluation[evaluation["main"]],
         search=search,
         parameters=parameters,
         names=NAMES,
@@ -49,16 +50,16 @@ def write_card(folder: Path, evaluation: dict[str, Any], search: dict[str, Any] 
 
 def search_figures(bench: dict[str, Any]) -> dict[str, Any]:
     """What a card quotes of the JSON of ``pretune bench search``."""
-    rows = bench["rows"]
-    machine = bench.get("machine", {})
     note = (
-        f"`pretune bench search`: {len(rows)} subgraph runs of networks that training never saw, pretune at "
-        f"{bench['trials']} trials against stock MetaSchedule (EvolutionarySearch, XGBModel) at "
-        f"{bench['baseline_trials']}, same builder and runner, winners re-measured in turns, on "
-        f"{machine.get('cpu', 'one machine')} ({machine.get('microarch', '')}). "
+        f"`pretune bench search`: {bench['compared']} subgraph runs of networks that training never saw, "
+        f"pretune at {bench['trials']} trials against stock MetaSchedule (EvolutionarySearch, XGBModel) at "
+        f"{bench['baseline_trials']}, same builder and runner, winners timed again in turns, on "
+        f"{bench['cpu']} ({bench['microarch']}, {bench['cores']} cores). "
         "MetaSchedule latency / pretune latency:"
     )
-    figures = {"geometric mean": f"{bench['geomean']:.2f}", "median": f"{bench['median']:.2f}"}
-    if bench.get("geomean_zero"):
-        figures["geometric mean, unmeasured first choice"] = f"{bench['geomean_zero']:.2f}"
-    return {"note": note, "figures": figures}
+    named = {
+        "geometric mean": bench["geomean"],
+        "median": bench["median"],
+        "geometric mean, unmeasured first choice": bench["geomean_zero"],
+    }
+    return {"note": note, "figures": {k: f"{v:.2f}" for k, v in named.items() if v is not None}}

@@ -1,6 +1,7 @@
 """Command line of the training side: from networks to a weights folder.
 
     pretune-export corpus   networks -> tuning tasks
+    pretune-export suite    an evaluation suite -> tuning tasks, for tests only
     pretune-export collect  tasks -> measured schedules, resumable
     pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
     pretune-export make     dataset -> trained, evaluated, exported weights with their card
@@ -19,44 +20,35 @@ from typing import Any
 
 import click
 
-from pretune import env
+from pretune.cli import _Commands as SDKCommands
 from pretune.errors import MissingExtraError, OptionError, PretuneError
 
 
-class _Group(click.Group):
-    """Turns errors raised on purpose into one line and an exit status."""
+class _NeedsExtra(click.Group):
+    """A package that is not installed, but that the extra brings, is an error with its remedy."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except PretuneError as error:
-            if env.debug():
-                raise
-            click.echo(f"error: {error}", err=True)
-            ctx.exit(error.exit_code)
         except ModuleNotFoundError as error:
-            if error.name in (
-                "torch",
-                "pyarrow",
-                "safetensors",
-                "jinja2",
-                "matplotlib",
-                "tqdm",
-                "onnxscript",
-                "scipy",
-            ):
-                click.echo(
-                    f"error: {MissingExtraError(f'pretune-export ({error.name})', 'export')}", err=True
-                )
-                ctx.exit(MissingExtraError.exit_code)
+            if error.name in EXTRA:
+                raise MissingExtraError(f"pretune-export ({error.name})", "export") from error
             raise
 
 
+class _Commands(SDKCommands, _NeedsExtra):
+    """Errors as ``pretune`` reports them."""
+
+
+EXTRA = ("torch", "transformers", "pyarrow", "safetensors", "jinja2", "matplotlib", "onnxscript")
+"""Packages of the extra, by the names they are imported under."""
+
 FOLDER = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+OUTPUT = click.Path(path_type=Path, dir_okay=False)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pretune")
 def main() -> None:
     """Collect measurements, train world models and publish their weights."""
@@ -71,17 +63,41 @@ def _target(spec: str) -> tuple[Any, Any]:
 
 
 @main.command()
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=OUTPUT)
 @click.option("--target", default="native", show_default=True)
 @click.option("--exclude", type=FILE, help="Suite file whose subgraphs must not be trained on.")
-@click.option("--only", help="Names of networks, with commas between.")
-def corpus(out: Path, target: str, exclude: Path | None, only: str | None) -> None:
+@click.option("--only", metavar="NAME,NAME", help="Only these networks.")
+@click.option("--per-network", type=click.IntRange(1), default=30, show_default=True, help="Most tasks.")
+@click.option("--timeout", type=click.IntRange(1), default=600, show_default=True, help="CPU s of a network.")
+def corpus(
+    out: Path, target: str, exclude: Path | None, only: str | None, per_network: int,
+    timeout: int,
+) -> None:  # fmt: skip
     """Write the tuning tasks of the training networks to OUT (.jsonl.gz)."""
     from pretune_export.networks import build_corpus, forbidden_task_ids
 
     made, _hardware = _target(target)
     forbidden = forbidden_task_ids(exclude, made) if exclude else frozenset()
-    click.echo(build_corpus(out, made, only.split(",") if only else None, forbidden=forbidden))
+    names = [name.strip() for name in only.split(",") if name.strip()] if only else None
+    count = build_corpus(out, made, names, forbidden=forbidden, per_network=per_network, timeout=timeout)
+    if not count:
+        raise PretuneError(f"{out}: no network gave a task; the warnings above say why")
+    click.echo(count)
+
+
+@main.command()
+@click.argument("suite_file", metavar="SUITE.py", type=FILE)
+@click.argument("out", type=OUTPUT)
+@click.option("--target", default="native", show_default=True)
+def suite(suite_file: Path, out: Path, target: str) -> None:
+    """Write the tuning tasks of the subgraphs in SUITE.py to OUT (.jsonl.gz), for tests only.
+
+    What is measured of them goes into a dataset of its own (test_datasets of a configuration).
+    """
+    from pretune_export.networks import build_suite
+
+    made, _hardware = _target(target)
+    click.echo(build_suite(suite_file, out, made))
 
 
 @main.command()
@@ -108,10 +124,11 @@ def collect(
     import random
 
     from pretune.measure import MeasurePool
-    from pretune_export.collect import CollectOptions, Collector, model_proposals, read_corpus
+    from pretune_export.collect import CollectOptions, Collector, model_proposals
+    from pretune_export.networks import load_corpus
 
     made, hardware = _target(target)
-    tasks = read_corpus(corpus_file)
+    tasks = list(load_corpus(corpus_file))
     random.Random(seed).shuffle(tasks)
     propose = model_proposals(model, hardware) if model else None
     options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed)
@@ -132,54 +149,53 @@ def collect(
 def dataset(
     collected: tuple[Path, ...], corpus_file: Path, out: Path, machine: str, target: str, exclude: Path | None
 ) -> None:
-    """Turn COLLECTED folders into parquet. Run it on the machine that measured: its description goes in."""
-    from pretune_export.collect import read_collected, read_corpus
-    from pretune_export.dataset import write_parquet
+    """Turn COLLECTED folders into parquet, beside what other machines have measured in the same dataset.
+
+    Run it on the machine that measured: its description goes in.
+    """
+    from pretune_export.collect import read_collected
+    from pretune_export.dataset import describe_machine, write_parquet
+    from pretune_export.networks import forbidden_task_ids, load_corpus
 
     made, hardware = _target(target)
-    forbidden: frozenset[str] = frozenset()
-    if exclude:
-        from pretune_export.networks import forbidden_task_ids
-
-        forbidden = forbidden_task_ids(exclude, made)
+    forbidden = forbidden_task_ids(exclude, made) if exclude else frozenset()
     spaces, rows = read_collected(collected)
-    tasks = [t for t in read_corpus(corpus_file) if t["id"] not in forbidden]
-    known = {t["id"] for t in tasks}
+    tasks = [t for t in load_corpus(corpus_file) if t.id not in forbidden]
+    known = {t.id for t in tasks}
     rows = [r for r in rows if r["task"] in known]
     if not rows:
         raise OptionError(
             f"{collected[0]}: no measured schedules of tasks in {corpus_file}; run: pretune-export collect"
         )
-    days = sorted({r["time"][:10] for r in rows})
-    write_parquet(
-        out, tasks, spaces, rows,
-        {
-            "name": machine, "target": str(made), "cores": hardware.cores, "cpu": hardware.model_name,
-            "microarch": hardware.microarch, "isa_level": hardware.isa_level, "days": json.dumps(days),
-            "vector": json.dumps([round(float(v), 6) for v in hardware.vector()]),
-        },
-    )  # fmt: skip
+    days = {r["time"][:10] for r in rows}
+    described = describe_machine(hardware, name=machine, target=str(made), days=days)
+    write_parquet(out, tasks, spaces, rows, described)
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
 
 
 @main.command()
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("out", type=FOLDER)
-def convert(folder: Path, out: Path) -> None:
+@click.option("--exclude", type=FILE, help="Suite file whose subgraphs are left out.")
+def convert(folder: Path, out: Path, exclude: Path | None) -> None:
     """Turn the first measurements (FOLDER with tasks.jsonl.gz and measurements.jsonl.gz) into parquet."""
-    from pretune_export.dataset import FIRST_MACHINE, FIRST_TARGET, read_shared, write_parquet
+    from pretune_export.dataset import (
+        FIRST_MACHINE,
+        FIRST_TARGET,
+        describe_machine,
+        read_shared,
+        write_parquet,
+    )
+    from pretune_export.networks import forbidden_task_ids
 
+    made, _hardware = _target(json.dumps(FIRST_TARGET))
+    forbidden = forbidden_task_ids(exclude, made) if exclude else frozenset()
     tasks, spaces, rows = read_shared(folder)
-    hardware = FIRST_MACHINE
-    write_parquet(
-        out, tasks, spaces, rows,
-        {
-            "name": "znver4-first", "target": json.dumps(FIRST_TARGET), "cores": hardware.cores,
-            "cpu": hardware.model_name, "microarch": hardware.microarch, "isa_level": hardware.isa_level,
-            "days": json.dumps(["2026-11-30"]),
-            "vector": json.dumps([round(float(v), 6) for v in hardware.vector()]),
-        },
-    )  # fmt: skip
+    rows = [r for r in rows if r["task"] not in forbidden]
+    machine = describe_machine(
+        FIRST_MACHINE, name="znver4-first", target=json.dumps(FIRST_TARGET), days=["2026-11-30"]
+    )
+    write_parquet(out, tasks, spaces, rows, machine)
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
 
 
@@ -212,12 +228,14 @@ def train(config: Path, out: Path, minutes: float | None) -> None:
 @click.argument("run", type=FOLDER)
 @click.option("--out", type=FOLDER, help="Where evaluation.json and ranking.png go; RUN by default.")
 def evaluate(config: Path, run: Path, out: Path | None) -> None:
-    """Rank the held-out networks with the weights of a training RUN."""
+    """Rank the test and validation tasks with the weights of a training RUN."""
     from pretune_export.evaluate import evaluate as judge
     from pretune_export.train import load_best, load_data
 
-    result = judge(load_best(run), load_data(_config(config), run / "encoded.pickle"), out or run)
-    click.echo(json.dumps(result["mean"]))
+    settings = _config(config)
+    net = load_best(run, settings)
+    result = judge(net, load_data(settings, run / "encoded.pickle"), out or run)
+    click.echo(json.dumps({result["main"]: result["mean"]}))
 
 
 @main.command()
@@ -230,14 +248,13 @@ def onnx(config: Path, run: Path, out: Path) -> None:
     from pretune_export.train import describe_data, load_best
 
     settings = _config(config)
-    measured_on, provenance = describe_data(settings)
+    found = describe_data(settings)
     evaluation = run / "evaluation.json"
     quality = json.loads(evaluation.read_text())["mean"] if evaluation.exists() else {}
-    covers = {"kind": "cpu", "arch": "x86_64", "isa_level": out.name.removeprefix("cpu-")}
-    command = f"pretune-export make {config.name}"
+    command = f"pretune-export make {config} {run} {out}"
     export_weights(
-        load_best(run), out, name=out.name, covers=covers, measured_on=measured_on, quality=quality,
-        provenance={**provenance, "command": command, "config": config.read_text()},
+        load_best(run, settings), out, name=out.name, covers=found.covers, measured_on=found.measured_on,
+        quality=quality, provenance={**found.provenance, "command": command, "config": config.read_text()},
     )  # fmt: skip
     click.echo(out)
 

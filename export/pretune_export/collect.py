@@ -8,10 +8,9 @@ the machine's speed moved is dropped and measured again.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tvm
 
+from pretune.errors import PretuneError
 from pretune.measure.pool import MeasurePool
 from pretune.space import Candidate, TaskSpace
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from pretune.measure.result import Measured
+    from pretune_export.networks import CorpusTask
 
 MAX_DRIFT = 0.10
 """A batch is dropped when the calibration kernel's time moves by more than this fraction."""
@@ -84,40 +85,52 @@ class Collector:
 
     def __post_init__(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+        for file in self.out.glob("*.jsonl"):
+            if not file.read_bytes().endswith(b"\n"):  # Torn by a killed run: the next line is to be whole.
+                with file.open("a") as end:
+                    end.write("\n")
         for line in _lines(self.out / "done.jsonl"):
             self._done.add(line["task"])
 
-    def run(self, tasks: list[dict[str, Any]], deadline: float = float("inf")) -> int:
-        """Measure `tasks` (lines of a corpus file) until done or until `deadline` (``time.time()``)."""
+    def run(self, tasks: Sequence[CorpusTask], deadline: float = float("inf")) -> int:
+        """Measure `tasks` until done or until `deadline` (``time.time()``); returns the number of candidates.
+
+        Raises
+        ------
+        MeasureError
+            If nothing can be measured at all. The task is then not taken as done.
+        """
         count = 0
         for n, task in enumerate(tasks):
-            if task["id"] in self._done:
+            if task.id in self._done:
                 continue
             if time.time() > deadline:
                 break
             started = time.time()
             try:
                 measured = self.task(task)
+            except PretuneError:
+                raise  # A dead pool: every other task would fail too.
             except Exception as error:  # One task that TVM cannot handle costs one task.
-                self._append("failed.jsonl", {"task": task["id"], "error": repr(error)[:500]})
+                self._append("failed.jsonl", {"task": task.id, "error": repr(error)[:500]})
                 measured = 0
-            self._append("done.jsonl", {"task": task["id"], "measured": measured})
-            self._done.add(task["id"])
+            self._append("done.jsonl", {"task": task.id, "measured": measured})
+            self._done.add(task.id)
             count += measured
             print(
-                f"{n + 1}/{len(tasks)} {task['name'][:48]} {measured} in {time.time() - started:.1f} s",
+                f"{n + 1}/{len(tasks)} {task.name[:48]} {measured} in {time.time() - started:.1f} s",
                 flush=True,
             )
         return count
 
-    def task(self, task: dict[str, Any]) -> int:
+    def task(self, task: CorpusTask) -> int:
         """Measure one task; returns the number of candidates written."""
         options = self.options
-        rng = np.random.default_rng([options.seed, int(task["id"][:8], 16)])
-        space = TaskSpace.generate(tvm.ir.load_json(task["mod"]), self.target)
+        rng = np.random.default_rng([options.seed, int(task.id[:8], 16)])
+        space = TaskSpace.generate(tvm.ir.load_json(task.mod), self.target)
         if space.is_trivial:
             return 0
-        self._append("spaces.jsonl", {"task": task["id"], "spaces": [s.insts for s in space.spaces]})
+        self._append("spaces.jsonl", {"task": task.id, "spaces": [s.insts for s in space.spaces]})
         seen: dict[int, float] = {}
         elite: list[tuple[float, int, np.ndarray]] = []
         written = 0
@@ -144,7 +157,7 @@ class Collector:
                 self._append(
                     "measured.jsonl",
                     {
-                        "task": task["id"],
+                        "task": task.id,
                         "space": candidate.space,
                         "decisions": [d.tolist() for d in candidate.decisions],
                         "ok": result.ok,
@@ -214,36 +227,32 @@ def materialise(
     return batch
 
 
-def read_corpus(path: Path) -> list[dict[str, Any]]:
-    """Lines of a corpus file (JSON lines, gzip when it ends in ``.gz``)."""
-    return list(_lines(path))
-
-
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
+    with path.open() as file:
         for line in file:
             with contextlib.suppress(json.JSONDecodeError):  # A torn last line of a killed run.
                 yield json.loads(line)
 
 
-def read_collected(folders: tuple[Path, ...] | list[Path]) -> tuple[dict[str, list], list[dict[str, Any]]]:
+def read_collected(folders: Sequence[Path]) -> tuple[dict[str, list], list[dict[str, Any]]]:
     """Design spaces by task id, and rows, of one or more folders that a `Collector` wrote.
 
-    Batches during which the machine's speed moved by more than `MAX_DRIFT` are left out.
+    Batches during which the machine's speed moved by more than `MAX_DRIFT` are left out. A run that was
+    stopped in the middle of a task leaves rows that the next one measures again: of the same candidate, the
+    last row is kept.
     """
     spaces: dict[str, list] = {}
-    rows: list[dict[str, Any]] = []
+    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
     for folder in folders:
         for line in _lines(folder / "spaces.jsonl"):
             spaces[line["task"]] = line["spaces"]
         for row in _lines(folder / "measured.jsonl"):
             before, after = row["calibration"]
             if row["task"] in spaces and abs(after / before - 1) <= MAX_DRIFT:
-                rows.append(row)
-    return spaces, rows
+                rows[row["task"], row["space"], json.dumps(row["decisions"])] = row
+    return spaces, list(rows.values())
 
 
 def model_proposals(weights: Path, hardware: Any) -> Callable[..., list[tuple[int, np.ndarray]]]:

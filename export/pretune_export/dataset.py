@@ -7,7 +7,8 @@ A dataset folder under ``hub_cards/datasets/`` holds
 ``spaces.parquet``
     One row per task and design space: the instructions of its trace.
 ``measured-<machine>.parquet``
-    One row per measured candidate: task, space, decisions, latencies, how it was chosen, calibration, day.
+    One row per measured candidate: task, space, decisions, latencies, how it was chosen, calibration before
+    and after its batch (empty if unknown), day. The file's metadata describes the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tvm
 
+from pretune.errors import InputError, OptionError
 from pretune.features import ActionEncoder, State, encode_state
 from pretune.features.program import read_program
 from pretune.hardware import Hardware
+from pretune.intake import make_task
+from pretune.space import split_trace
+from pretune_export.networks import CorpusTask
+from pretune_export.networks.corpus import join
 
 
 @dataclass
@@ -54,7 +61,6 @@ class Group:
     actions: list[np.ndarray]
     summary: np.ndarray
     latency: np.ndarray
-    policy: np.ndarray
     decisions: list[np.ndarray]
     insts: list[int]
     states: dict[tuple[int, int], State] = field(default_factory=dict)
@@ -84,7 +90,7 @@ def group_candidates(
     spaces : list
         Instructions of each design space.
     rows : list of dict
-        ``space``, ``decisions``, ``latencies``, ``ok``, ``policy``.
+        ``space``, ``decisions``, ``latencies``, ``ok``.
     """
     func = tvm.ir.load_json(task["mod"])["main"]
     blocks = read_program(func)
@@ -108,7 +114,6 @@ def group_candidates(
                 actions,
                 summary,
                 latency,
-                np.array([m["policy"] for m in members]),
                 decisions,
                 [s.inst for s in encoder.steps],
             )
@@ -117,38 +122,73 @@ def group_candidates(
     return TaskData(task["id"], task["split"], task["name"], tuple(task.get("networks", ())), state, groups)
 
 
+def describe_machine(hardware: Hardware, *, name: str, target: str, days: Sequence[str]) -> dict[str, Any]:
+    """What is kept about a machine that measured: the metadata of its file."""
+    return {
+        "name": name, "target": target, "cores": hardware.cores, "cpu": hardware.model_name,
+        "microarch": hardware.microarch, "kind": hardware.kind, "arch": hardware.arch,
+        "isa_level": hardware.isa_level, "days": json.dumps(sorted(days)),
+        "vector": json.dumps([round(float(v), 6) for v in hardware.vector()]),
+    }  # fmt: skip
+
+
 def write_parquet(
-    folder: Path, tasks: list[dict], spaces: dict[str, list], rows: list[dict], machine: dict
+    folder: Path,
+    tasks: Iterable[CorpusTask],
+    spaces: dict[str, list],
+    rows: list[dict[str, Any]],
+    machine: dict[str, Any],
 ) -> None:
-    """Write a dataset folder from collected lines (see `collect.Collector`)."""
+    """Write what one machine measured to a dataset folder, beside what others have measured there.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+    tasks : iterable of CorpusTask
+        Those without rows are left out.
+    spaces : dict of str to list
+        Instructions of each design space, by task.
+    rows : list of dict
+        Lines of a `collect.Collector`. They replace what the same machine measured before.
+    machine : dict
+        From `describe_machine`.
+
+    Raises
+    ------
+    OptionError
+        If another machine's design spaces of a task are other ones: rows of the two cannot share a folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"measured-{machine['name']}.parquet"
     used = {row["task"] for row in rows}
-    kept = [t for t in tasks if t["id"] in used]
-    _write(
-        folder / "tasks.parquet",
-        {
-            "task": [t["id"] for t in kept],
-            "networks": [list(t["networks"]) for t in kept],
-            "split": [t["split"] for t in kept],
-            "name": [t["name"] for t in kept],
-            "shapes": [json.dumps(t["shapes"]) for t in kept],
-            "flops": [float(t.get("flops", 0)) for t in kept],
-            "mod": [t["mod"] for t in kept],
-        },
-    )
-    pairs = [
-        (task, k, insts) for task, all_ in spaces.items() if task in used for k, insts in enumerate(all_)
-    ]
+    table = {t.id: _task_row(t) for t in tasks if t.id in used}
+    texts = {t: [json.dumps(s, separators=(",", ":")) for s in spaces[t]] for t in table}
+    others: set[str] = set()
+    for other in folder.glob("measured-*.parquet"):
+        if other != file:
+            others.update(pq.read_table(other, columns=["task"])["task"].to_pylist())
+    if others:
+        known_tasks, known_spaces, _machines = _read_tables(folder)
+        for task in sorted(others & known_tasks.keys()):
+            if texts.setdefault(task, known_spaces[task]) != known_spaces[task]:
+                raise OptionError(
+                    f"{folder}: design spaces of task {task} differ between {machine['name']} and what "
+                    f"measured it before; give another folder, as in --out {folder}-{machine['name']}"
+                )
+            table.setdefault(task, known_tasks[task])
+    kept = [table[task] for task in sorted(table)]
+    _write(folder / "tasks.parquet", {name: [t[name] for t in kept] for name in kept[0]})
+    pairs = [(task, k, text) for task in sorted(table) for k, text in enumerate(texts[task])]
     _write(
         folder / "spaces.parquet",
         {
             "task": [p[0] for p in pairs],
             "space": pa.array([p[1] for p in pairs], pa.int16()),
-            "instructions": [json.dumps(p[2], separators=(",", ":")) for p in pairs],
+            "instructions": [p[2] for p in pairs],
         },
     )
     _write(
-        folder / f"measured-{machine['name']}.parquet",
+        file,
         {
             "task": [r["task"] for r in rows],
             "space": pa.array([r["space"] for r in rows], pa.int16()),
@@ -169,33 +209,60 @@ def write_parquet(
     )
 
 
+def _task_row(task: CorpusTask) -> dict[str, Any]:
+    return {
+        "task": task.id, "networks": list(task.networks), "split": task.split, "name": task.name,
+        "shapes": json.dumps(task.shapes), "flops": float(task.flops), "mod": task.mod,
+    }  # fmt: skip
+
+
 def _write(path: Path, columns: dict[str, Any], metadata: dict[str, str] | None = None) -> None:
     table = pa.table(columns)
     if metadata:
         table = table.replace_schema_metadata({f"pretune.{k}": v for k, v in metadata.items()})
-    pq.write_table(table, path, compression="zstd", compression_level=12)
+    partial = path.with_name(path.name + ".partial")
+    pq.write_table(table, partial, compression="zstd", compression_level=12)
+    partial.replace(path)
+
+
+def _read_tables(folder: Path) -> tuple[dict[str, dict], dict[str, list[str]], dict[str, dict[str, str]]]:
+    """Rows of ``tasks.parquet`` and texts of design spaces by task, descriptions of machines by name."""
+    tasks = {t["task"]: t for t in pq.read_table(folder / "tasks.parquet").to_pylist()}
+    spaces: dict[str, list[str]] = defaultdict(list)
+    for s in sorted(
+        pq.read_table(folder / "spaces.parquet").to_pylist(), key=lambda s: (s["task"], s["space"])
+    ):
+        spaces[s["task"]].append(s["instructions"])
+    machines = {}
+    for file in sorted(folder.glob("measured-*.parquet")):
+        meta = {k.decode(): v.decode() for k, v in (pq.read_schema(file).metadata or {}).items()}
+        # Files of the first version do not say these two.
+        machines[file.stem.removeprefix("measured-")] = {"kind": "cpu", "arch": "x86_64"} | {
+            k.removeprefix("pretune."): v for k, v in meta.items() if k.startswith("pretune.")
+        }
+    return tasks, dict(spaces), machines
 
 
 def read_parquet(
     folder: Path,
 ) -> tuple[dict[str, dict], dict[str, list], dict[str, list[dict]], dict[str, dict]]:
-    """Read a dataset folder: tasks and spaces by task id, rows and descriptions by machine name."""
-    tasks = {}
-    for t in pq.read_table(folder / "tasks.parquet").to_pylist():
-        tasks[t["task"]] = {**t, "id": t["task"]}
-    spaces: dict[str, list] = defaultdict(list)
-    for s in sorted(
-        pq.read_table(folder / "spaces.parquet").to_pylist(), key=lambda s: (s["task"], s["space"])
-    ):
-        spaces[s["task"]].append(json.loads(s["instructions"]))
-    rows, machines = {}, {}
-    for file in sorted(folder.glob("measured-*.parquet")):
-        table = pq.read_table(file)
-        name = file.stem.removeprefix("measured-")
-        meta = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-        machines[name] = {k.removeprefix("pretune."): v for k, v in meta.items() if k.startswith("pretune.")}
-        rows[name] = [_unflatten(r) for r in table.to_pylist()]
-    return tasks, dict(spaces), rows, machines
+    """Read a dataset folder: tasks and spaces by task id, rows and descriptions by machine name.
+
+    Raises
+    ------
+    InputError
+        If there is no dataset.
+    """
+    if not (folder / "tasks.parquet").is_file():
+        raise InputError(f"{folder}: no dataset (tasks.parquet is missing); run: pretune-export dataset")
+    tasks, texts, machines = _read_tables(folder)
+    tasks = {name: {**t, "id": name} for name, t in tasks.items()}
+    spaces = {name: [json.loads(text) for text in each] for name, each in texts.items()}
+    rows = {
+        name: [_unflatten(r) for r in pq.read_table(folder / f"measured-{name}.parquet").to_pylist()]
+        for name in machines
+    }
+    return tasks, spaces, rows, machines
 
 
 def _unflatten(row: dict[str, Any]) -> dict[str, Any]:
@@ -222,53 +289,60 @@ FIRST_VALIDATION = ("mbv3", "inception")
 """Their families that the corpus keeps for validation."""
 
 
-def read_shared(folder: Path) -> tuple[list[dict], dict[str, list], list[dict]]:
+def read_shared(folder: Path) -> tuple[list[CorpusTask], dict[str, list], list[dict[str, Any]]]:
     """Read the first measurements (``tasks.jsonl.gz``, ``measurements.jsonl.gz``) into our rows.
 
     Their traces carry instructions and decisions together; design spaces are told apart by instructions.
+    Tasks get the identities that the corpus would give them. Why a candidate failed and how fast the machine
+    was is not known: errors are ``"unknown"``, calibrations empty.
     """
 
     def lines(name: str) -> list[dict]:
         with gzip.open(folder / name, "rt") as file:
             return [json.loads(line) for line in file]
 
-    tasks = []
+    tasks: dict[str, CorpusTask] = {}
+    ids: dict[str, str] = {}
     for t in lines("tasks.jsonl.gz"):
+        mod = tvm.ir.load_json(t["mod"])
+        try:
+            task = make_task(t["name"], mod["main"])
+        except InputError:  # The product would not tune it.
+            continue
+        ids[t["id"]] = task.task_id
         split = "validation" if t["net"] in FIRST_VALIDATION else "train"
-        tasks.append({**t, "split": split, "networks": [t["net"]], "flops": 0.0})
-    known = {t["id"] for t in tasks}
+        line = CorpusTask(
+            task.task_id, (t["net"],), (1,), split, t["name"], 1, task.args, task.flops, -1, t["mod"]
+        )
+        tasks[line.id] = join(tasks.get(line.id), line, t["net"], split)
     spaces: dict[str, list] = defaultdict(list)
     keys: dict[str, dict[str, int]] = defaultdict(dict)
     rows = []
     for m in lines("measurements.jsonl.gz"):
-        if m["task"] not in known or not m.get("trace"):
+        task_id = ids.get(m["task"])
+        if task_id is None or not m.get("trace"):
             continue
-        insts, decisions = m["trace"]
-        end = next((i for i, inst in enumerate(insts) if inst[0] == "EnterPostproc"), len(insts))
-        body = insts[:end]
+        try:
+            body, decisions = split_trace(*m["trace"])
+        except ValueError:
+            continue
         # Replayed traces may number their variables alike but carry constants; the text tells spaces apart.
-        key = json.dumps(body)
-        found = keys[m["task"]].get(key)
-        if found is None:
-            found = keys[m["task"]][key] = len(spaces[m["task"]])
-            spaces[m["task"]].append(body)
-        sampling = [i for i, inst in enumerate(body) if inst[0].startswith("Sample")]
-        by_inst = {i: d for i, d in decisions if i < end}
-        if any(i not in by_inst for i in sampling):
-            continue
-        taken = [d if isinstance(d, list) else [d] for d in (by_inst[i] for i in sampling)]
+        found = keys[task_id].setdefault(json.dumps(body), len(spaces[task_id]))
+        if found == len(spaces[task_id]):
+            spaces[task_id].append(body)
         latencies = m.get("res") or []
+        ok = bool(m.get("ok")) and bool(latencies)
         rows.append(
             {
-                "task": m["task"],
+                "task": task_id,
                 "space": found,
-                "decisions": taken,
-                "ok": bool(m.get("ok")) and bool(latencies),
+                "decisions": decisions,
+                "ok": ok,
                 "latencies": latencies,
-                "error_kind": "" if m.get("ok") else "build",
+                "error_kind": "" if ok else "unknown",
                 "policy": "random",
-                "calibration": [m.get("cal") or 0.0] * 2,
+                "calibration": [],
                 "time": "2026-11-30",
             }
         )
-    return tasks, dict(spaces), rows
+    return list(tasks.values()), dict(spaces), rows

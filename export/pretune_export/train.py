@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import pickle
+import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,20 +20,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pretune.bench.stats import spearman
+from pretune.errors import OptionError
 from pretune.features import State
-from pretune.features.schema import STATE_BLOCK
+from pretune.features.schema import SCHEMA_VERSION, STATE_BLOCK
+from pretune.model.weights import ISA_LEVELS
 from pretune_export.dataset import Group, TaskData, group_candidates, read_parquet
 from pretune_export.nets import Sizes, WorldModelNet
 from pretune_export.trajectories import FINAL, Replayer, choose_steps
 
 
-class TrainConfig(msgspec.Struct, kw_only=True):
+class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything a training run depends on. Files in ``configs/`` hold one each.
 
     Attributes
     ----------
     datasets : list of str
-        Dataset folders.
+        Dataset folders: their training tasks are trained on, their validation tasks choose the epoch.
+    test_datasets : list of str
+        Dataset folders that only `evaluate` reads.
     epochs, tasks_per_batch, candidates_per_task : int
     learning_rate, weight_decay : float
     states_per_candidate : int
@@ -42,6 +50,7 @@ class TrainConfig(msgspec.Struct, kw_only=True):
     """
 
     datasets: list[str]
+    test_datasets: list[str] = msgspec.field(default_factory=list)
     epochs: int = 40
     tasks_per_batch: int = 8
     candidates_per_task: int = 48
@@ -54,7 +63,6 @@ class TrainConfig(msgspec.Struct, kw_only=True):
     decode: float = 0.5
     true_rank: float = 0.5
     regression: float = 0.3
-    dropout: float = 0.0
     seed: int = 0
     threads: int = 2
     validate_every: int = 2
@@ -71,11 +79,36 @@ class Machine:
 
 @dataclass
 class Data:
-    """Encoded training data: tasks by split, machines by name."""
+    """Encoded data: tasks by split, machines by name."""
 
     train: list[TaskData] = field(default_factory=list)
     validation: list[TaskData] = field(default_factory=list)
+    test: list[TaskData] = field(default_factory=list)
     machines: dict[str, Machine] = field(default_factory=dict)
+
+
+ENCODED_BY = ("seed", "states_per_candidate", "candidates_with_states")
+"""What of a configuration the encoded data depends on, beside the datasets."""
+
+NO_MATTER = ("threads", "datasets", "test_datasets")
+"""What of a configuration the weights do not depend on: only the contents of the datasets count."""
+
+
+def data_key(config: TrainConfig, datasets: Sequence[str]) -> str:
+    """Hash of all that encoded datasets depend on: their files, and how real states are chosen."""
+    settings = {name: getattr(config, name) for name in ENCODED_BY}
+    digest = hashlib.sha256(json.dumps([settings, SCHEMA_VERSION]).encode())
+    for folder in datasets:
+        for file in sorted(Path(folder).glob("*.parquet")):
+            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()
+
+
+def run_key(config: TrainConfig) -> str:
+    """Hash of all that the weights of a training run depend on: its data and the other settings."""
+    settings = {name: v for name, v in msgspec.to_builtins(config).items() if name not in NO_MATTER}
+    text = json.dumps([data_key(config, config.datasets), settings], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _prepare(job: tuple[dict, list, dict[str, list[dict]], dict[str, dict], TrainConfig]) -> list[TaskData]:
@@ -105,37 +138,91 @@ def _prepare(job: tuple[dict, list, dict[str, list[dict]], dict[str, dict], Trai
 
 
 def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2) -> Data:
-    """Read dataset folders and encode them; what was encoded is kept in `cache`, a file."""
+    """Read dataset folders and encode them.
+
+    Parameters
+    ----------
+    config : TrainConfig
+    cache : pathlib.Path, optional
+        File that keeps what was encoded; made anew when the datasets or the configuration have changed.
+    processes : int
+
+    Raises
+    ------
+    InputError
+        If a folder is no dataset.
+    OptionError
+        If a task of a test dataset is one of the others' too.
+    """
+    key = data_key(config, config.datasets) + data_key(config, config.test_datasets)
     if cache is not None and cache.exists():
         with cache.open("rb") as file:
-            return pickle.load(file)  # our own cache, written below; never published
+            if pickle.load(file) == key:  # our own cache, written below; never published
+                return pickle.load(file)
+        print(f"{cache} is of other data: encoding anew", file=sys.stderr, flush=True)
     data = Data()
     jobs = []
-    for folder in config.datasets:
-        tasks, spaces, rows, machines = read_parquet(Path(folder))
-        for name, machine in machines.items():
+    for task, spaces, by_machine, machines in _choose_tasks(config):
+        for name in by_machine:
+            machine = machines[name]
             data.machines[name] = Machine(
                 np.array(json.loads(machine["vector"]), np.float32), int(machine["cores"])
             )
-        by_task: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
-        for machine, members in rows.items():
-            for row in members:
-                by_task[row["task"]][machine].append(row)
-        jobs += [(tasks[t], spaces[t], dict(m), machines, config) for t, m in by_task.items() if t in tasks]
+        jobs.append((task, spaces, by_machine, machines, config))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for n, made in enumerate(pool.imap_unordered(_prepare, jobs, chunksize=4)):
             for task in made:
                 if sum(int(np.isfinite(g.latency).sum()) for g in task.groups) < 2:
                     continue  # Nothing to rank.
-                (data.train if task.split == "train" else data.validation).append(task)
+                getattr(data, task.split).append(task)
             if n % 100 == 0:
                 print(f"encoded {n}/{len(jobs)} tasks", flush=True)
-    for split in (data.train, data.validation):
+    for split in (data.train, data.validation, data.test):
         split.sort(key=lambda t: (t.task, t.groups[0].machine))
     if cache is not None:
-        with cache.open("wb") as file:
+        partial = cache.with_name(cache.name + ".partial")
+        with partial.open("wb") as file:
+            pickle.dump(key, file)
             pickle.dump(data, file)
+        partial.replace(cache)
     return data
+
+
+def _choose_tasks(config: TrainConfig) -> list[tuple[dict, list, dict[str, list[dict]], dict[str, dict]]]:
+    """Tasks of all datasets with design spaces, rows by machine, and machines; no task is in two splits."""
+    found = []
+    ids: dict[str, set[str]] = {"train": set(), "validation": set(), "test": set()}
+    roles = {"datasets": config.datasets, "test_datasets": config.test_datasets}
+    for role, folder in ((role, folder) for role, folders in roles.items() for folder in folders):
+        tasks, spaces, rows, machines = read_parquet(Path(folder))
+        by_task: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+        for machine, members in rows.items():
+            for row in members:
+                by_task[row["task"]][machine].append(row)
+        for name, by_machine in by_task.items():
+            task = tasks.get(name)
+            if task is None:
+                continue
+            if task["split"] not in (("test",) if role == "test_datasets" else ("train", "validation")):
+                raise OptionError(
+                    f"{folder} is in {role}, but its task {name} is of the {task['split']} split; "
+                    "test tasks come from: pretune-export suite, all others from: pretune-export corpus"
+                )
+            ids[task["split"]].add(name)
+            found.append((task, spaces[name], dict(by_machine), machines))
+    if leaked := sorted(ids["test"] & (ids["train"] | ids["validation"])):
+        raise OptionError(
+            f"{len(leaked)} tasks of {', '.join(config.test_datasets)} are in a dataset to train on as well, "
+            f"such as {leaked[0]}; write that one again: pretune-export dataset --exclude SUITE.py"
+        )
+    both = ids["train"] & ids["validation"]
+    if both:
+        print(
+            f"{len(both)} training tasks are dropped: other datasets have them for validation",
+            file=sys.stderr,
+            flush=True,
+        )
+    return [job for job in found if job[0]["split"] != "train" or job[0]["id"] not in both]
 
 
 # -- batches -------------------------------------------------------------------------------------------------
@@ -306,21 +393,19 @@ def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConf
 # -- evaluation ----------------------------------------------------------------------------------------------
 
 
+ENOUGH = 8
+"""A task with fewer candidates says little about a ranking."""
+
+
 def top_k(score: np.ndarray, latency: np.ndarray, k: int) -> float:
     """Best latency over the best latency among the `k` best-ranked candidates."""
     best = latency[np.argsort(-score, kind="stable")[:k]].min()
     return float(latency.min() / best)
 
 
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation."""
-    ranks = [np.argsort(np.argsort(x)).astype(np.float64) for x in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(a) > 2 else 0.0
-
-
 @torch.no_grad()
 def score_task(
-    net: WorldModelNet, task: TaskData, machines: dict[str, Machine], *, real: bool = False
+    net: WorldModelNet, task: TaskData, machines: dict[str, Machine]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores and latencies of all candidates of a task."""
     batch = make_batch([task], machines, 10**9, np.random.default_rng(0), states=False)
@@ -331,14 +416,25 @@ def score_task(
 
 
 def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine]) -> dict[str, float]:
-    """Mean top-1, top-5 and Spearman over tasks with at least eight candidates."""
+    """Mean top-1, top-5 and Spearman over tasks with at least `ENOUGH` candidates.
+
+    Raises
+    ------
+    OptionError
+        If there is no such task.
+    """
     net.eval()
     rows = []
     for task in tasks:
         score, latency = score_task(net, task, machines)
-        if len(score) >= 8:
+        if len(score) >= ENOUGH:
             rows.append((top_k(score, latency, 1), top_k(score, latency, 5), spearman(score, -latency)))
     net.train()
+    if not rows:
+        raise OptionError(
+            f"no validation task has {ENOUGH} measured schedules, so no epoch can be chosen; "
+            "run: pretune-export collect, for networks of the validation split too"
+        )
     mean = np.mean(rows, axis=0)
     return {
         "top1": float(mean[0]),
@@ -354,7 +450,10 @@ def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Mach
 def train(
     config: TrainConfig, out: Path, *, cache: Path | None = None, deadline: float = float("inf")
 ) -> dict[str, Any]:
-    """Train and write ``best.pt`` and ``log.jsonl`` to `out`; continues from ``last.pt`` if it is there."""
+    """Train and write ``best.pt`` and ``log.jsonl`` to `out`.
+
+    Continues from ``last.pt`` if that is of the same configuration and data; else `out` starts anew.
+    """
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
     out.mkdir(parents=True, exist_ok=True)
@@ -369,9 +468,15 @@ def train(
         optimizer, config.learning_rate, total_steps=config.epochs * per_epoch + 1, pct_start=0.1
     )
     start, best = 0, {"value": -1.0}
-    last = out / "last.pt"
-    if last.exists():
-        saved = torch.load(last, weights_only=True)
+    last, key = out / "last.pt", run_key(config)
+    saved = torch.load(last, weights_only=True) if last.exists() else None
+    if saved is not None and saved.get("key") != key:
+        print(f"{out} is of another configuration or other data: training anew", file=sys.stderr, flush=True)
+        saved = None
+    if saved is None:
+        for stale in (last, out / "best.pt", out / "log.jsonl"):
+            stale.unlink(missing_ok=True)
+    else:
         net.load_state_dict(saved["net"])
         decoder.load_state_dict(saved["decoder"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -413,7 +518,10 @@ def train(
             value = quality["top1"] + quality["top5"] + 0.5 * quality["spearman"]
             if value > best["value"]:
                 best = {"value": value, "epoch": epoch + 1, **quality}
-                torch.save({"net": net.state_dict(), "sizes": sizes.to_dict(), "best": best}, out / "best.pt")
+                torch.save(
+                    {"net": net.state_dict(), "sizes": sizes.to_dict(), "best": best, "key": key},
+                    out / "best.pt",
+                )
         with (out / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(line, flush=True)
@@ -421,6 +529,7 @@ def train(
             {
                 "net": net.state_dict(), "decoder": decoder.state_dict(), "optimizer": optimizer.state_dict(),
                 "schedule": schedule.state_dict(), "epoch": epoch + 1, "best": best,
+                "key": key,
             },
             last,
         )  # fmt: skip
@@ -429,22 +538,63 @@ def train(
     return best
 
 
-def load_best(run: Path) -> WorldModelNet:
-    """The networks of the best epoch of a training run."""
-    saved = torch.load(run / "best.pt", weights_only=True)
+def load_best(run: Path, config: TrainConfig) -> WorldModelNet:
+    """The networks of the best epoch of a training run.
+
+    Raises
+    ------
+    OptionError
+        If the run has no such epoch yet, or is of another configuration or other data.
+    """
+    path = run / "best.pt"
+    if not path.is_file():
+        raise OptionError(f"{path}: no weights; run: pretune-export train")
+    saved = torch.load(path, weights_only=True)
+    if saved.get("key") != run_key(config):
+        raise OptionError(f"{path} is of another configuration or other data; run: pretune-export train")
     net = WorldModelNet(Sizes(**saved["sizes"]))
     net.load_state_dict(saved["net"])
     return net.eval()
 
 
-def describe_data(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the datasets hold, for ``config.json`` (`MeasuredOn` per machine) and for the manifest."""
-    measured_on, networks = [], set()
+@dataclass
+class DataDescription:
+    """What the datasets hold.
+
+    Attributes
+    ----------
+    measured_on : list of dict
+        One `pretune.model.weights.MeasuredOn` per machine.
+    covers : dict
+        `pretune.model.weights.Covers`: the lowest instruction set level among the machines.
+    provenance : dict
+        Counts for the manifest.
+    """
+
+    measured_on: list[dict[str, Any]]
+    covers: dict[str, str]
+    provenance: dict[str, Any]
+
+
+def describe_data(config: TrainConfig) -> DataDescription:
+    """Describe what a configuration trains on.
+
+    Raises
+    ------
+    OptionError
+        If machines of different kinds or architectures measured it.
+    """
+    from pretune_export.networks import NETWORKS
+
+    measured_on, named = [], set()
+    kinds, levels = set(), set()
     for folder in config.datasets:
         tasks, _spaces, rows, machines = read_parquet(Path(folder))
-        networks |= {n for t in tasks.values() if t["split"] == "train" for n in t["networks"]}
+        named |= {n for t in tasks.values() if t["split"] == "train" for n in t["networks"]}
         for name, members in rows.items():
             machine = machines[name]
+            kinds.add((machine["kind"], machine["arch"]))
+            levels.add(machine["isa_level"])
             measured_on.append(
                 {
                     "cpu": machine["cpu"],
@@ -455,4 +605,22 @@ def describe_data(config: TrainConfig) -> tuple[list[dict[str, Any]], dict[str, 
                     "days": sorted({m["time"][:10] for m in members}),
                 }
             )
-    return measured_on, {"train_networks": len(networks), "datasets": config.datasets}
+    if len(kinds) != 1:
+        raise OptionError(
+            f"datasets of one weights folder are of one kind of machine, not of {sorted(kinds)}; "
+            "give each its own configuration"
+        )
+    ((kind, arch),) = kinds
+    known = ("", *ISA_LEVELS.get(arch, ()))
+    level = min(levels, key=lambda one: known.index(one) if one in known else 0)
+    return DataDescription(
+        measured_on,
+        {"kind": kind, "arch": arch, "isa_level": level},
+        {
+            # The same network with another batch size is not another one.
+            "train_networks": len({n.partition("@")[0] for n in named & NETWORKS.keys()}),
+            "train_layer_kinds": len(named - NETWORKS.keys()),
+            "datasets": config.datasets,
+            "test_datasets": config.test_datasets,
+        },
+    )

@@ -13,6 +13,7 @@ import tvm
 
 from pretune.compat import setup_tvm
 from pretune.features import State, encode_state
+from pretune.space import sampling_indices
 
 FINAL = -1
 """Step number under which the postprocessed program is kept."""
@@ -29,7 +30,7 @@ class Replayer:
     """
 
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, cores: int) -> None:
-        setup_tvm(target.kind.name)
+        setup_tvm(target)
         from tvm.s_tir import meta_schedule as ms
 
         self.mod, self.cores = mod, cores
@@ -59,9 +60,8 @@ class Replayer:
         dict of int to State
             A state that TVM cannot reach is left out.
         """
-        sampling = [i for i, inst in enumerate(insts) if inst[0].startswith("Sample")]
         taken = []
-        for i, values in zip(sampling, decisions, strict=True):
+        for i, values in zip(sampling_indices(insts), decisions, strict=True):
             plain = insts[i][0] in ("SamplePerfectTile", "SamplePartitionedTile")
             taken.append([i, list(values) if plain else values[0]])
         out: dict[int, State] = {}

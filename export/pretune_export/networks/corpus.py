@@ -6,7 +6,6 @@ import functools
 import gzip
 import hashlib
 import importlib.metadata
-import importlib.util
 import multiprocessing
 import operator
 import os
@@ -14,17 +13,31 @@ import re
 import resource
 import sys
 import traceback
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pretune.bench.suite import load_suite, tasks_of_module
+from pretune.errors import InputError, OptionError
+from pretune.space import TaskSpace
+
 from .blocks import Network
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+    from pretune.intake import Task
+
+GZIP = b"\x1f\x8b"
+"""How a compressed file begins."""
 
 PER_NETWORK = 30
 """Most tasks a network gives, so that no family outweighs the others."""
+
+TIMEOUT = 600
+"""CPU seconds for one network: making the design spaces of all its tasks takes most of them."""
 
 MIN_WORK = 4096
 """Fewest operations or elements of a task: below, a call's overhead is all that a clock sees."""
@@ -42,7 +55,7 @@ class CorpusTask(msgspec.Struct, frozen=True):
     weights : tuple of int
         How often each of them calls it, in the same order.
     split : str
-        "train" if any of the networks is for training, else "validation".
+        "train" if any of the networks is for training, else "validation"; "test" for the tasks of a suite.
     name : str
         Name of the task's function.
     weight : int
@@ -70,40 +83,15 @@ class CorpusTask(msgspec.Struct, frozen=True):
     mod: str
 
 
-def make_target(target: Any) -> Any:
-    """A `tvm.target.Target` of itself, a dict or JSON."""
-    import tvm
-
-    if isinstance(target, str) and target.lstrip().startswith("{"):
-        target = msgspec.json.decode(target)
-    return target if isinstance(target, tvm.target.Target) else tvm.target.Target(target)
-
-
-def tasks_of_module(module: Any, inputs: tuple, target: Any, name: str = "program") -> tuple[Any, ...]:
-    """Tasks of a PyTorch module, through ``torch.export`` and the product's intake."""
-    import torch
-
-    from pretune.intake import program_from_exported
-
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        exported = torch.export.export(module.eval(), inputs, strict=False)
-        return program_from_exported(exported, target=make_target(target), name=name).tasks
-
-
-def tasks_of(network: Network, target: Any) -> tuple[Any, ...]:
+def tasks_of(network: Network, target: Target) -> tuple[Task, ...]:
     """Tasks of a network, heaviest first.
 
     Parameters
     ----------
     network : Network
         One of `NETWORKS`.
-    target : tvm.target.Target, dict or str
+    target : tvm.target.Target
         What the program would be compiled for.
-
-    Returns
-    -------
-    tuple of pretune.intake.Task
 
     Raises
     ------
@@ -114,54 +102,74 @@ def tasks_of(network: Network, target: Any) -> tuple[Any, ...]:
 
     torch.manual_seed(0)
     module, inputs = network.build()
-    return tasks_of_module(module, inputs, target, network.name)
+    return tasks_of_module(module, inputs, target=target, name=network.name)
 
 
-def forbidden_task_ids(eval_file: Path, target: Any) -> frozenset[str]:
+def suite_tasks(suite: Path, target: Target) -> Iterator[tuple[str, Task]]:
+    """Name of the subgraph and task, for every task of a suite file (`pretune.bench.suite.load_suite`)."""
+    for name, subgraph in load_suite(suite).items():
+        module, inputs = subgraph.build()
+        for task in tasks_of_module(module, inputs, target=target, name=name):
+            yield name, task
+
+
+def forbidden_task_ids(suite: Path, target: Target) -> frozenset[str]:
     """Identities of every task of an evaluation suite, which training must not see.
 
     Parameters
     ----------
-    eval_file : Path
+    suite : Path
         Python file that defines ``SUBGRAPHS``: name to an object whose ``build()`` gives a module and inputs.
-    target : tvm.target.Target, dict or str
+    target : tvm.target.Target
         As for `tasks_of`; an identity depends on it only as far as the intake's passes do.
+
+    Raises
+    ------
+    InputError
+        If the file is no suite.
     """
-    ids: set[str] = set()
-    for name, subgraph in load_subgraphs(Path(eval_file)).items():
-        module, inputs = subgraph.build()
-        ids.update(task.task_id for task in tasks_of_module(module, inputs, target, name))
-    return frozenset(ids)
+    return frozenset(task.task_id for _name, task in suite_tasks(suite, target))
 
 
-def load_subgraphs(path: Path) -> Mapping[str, Any]:
-    """``SUBGRAPHS`` of a suite file."""
-    name = f"pretune_suite_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+def build_suite(suite: Path, out: Path, target: Target) -> int:
+    """Write the unique tasks of an evaluation suite as a corpus file, for tests only.
+
+    Their split is ``"test"``, their networks are the suite's subgraphs.
+
+    Returns
+    -------
+    int
+        Number of tasks written, those with nothing to decide included.
+    """
+    merged: dict[str, CorpusTask] = {}
+    for name, task in suite_tasks(suite, target):
+        line = _line(task, name, "test", target)
+        merged[line.id] = join(merged.get(line.id), line, name, "test")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _write(out, merged.values())
+    return len(merged)
+
+
+def _line(task: Task, network: str, split: str, target: Target) -> CorpusTask:
+    import tvm
+
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module.SUBGRAPHS
-
-
-def count_decisions(task: Any, target: Any) -> int:
-    """Sampling decisions in all design spaces of a task: 0 for a single candidate, -1 if TVM fails."""
-    from tvm.s_tir import meta_schedule as ms
-
-    context = ms.TuneContext(
-        mod=task.mod, target=make_target(target), space_generator="post-order-apply", task_name=task.name
-    )
-    try:
-        return sum(len(space.trace.decisions) for space in context.generate_design_space())
+        decisions = sum(len(space.slots) for space in TaskSpace.generate(task.mod, target).spaces)
     except Exception as error:  # a schedule rule that does not fit; the type varies with TVM's version
         print(f"no design space for {task.name}: {error}", file=sys.stderr)
-        return -1
+        decisions = -1
+    return CorpusTask(
+        id=task.task_id,
+        networks=(network,),
+        weights=(task.weight,),
+        split=split,
+        name=str(task.name),
+        weight=task.weight,
+        shapes=task.args,
+        flops=task.flops,
+        decisions=decisions,
+        mod=str(tvm.ir.save_json(task.mod)),
+    )
 
 
 _ANCHORS = ("matmul", "softmax", "layer_norm", "group_norm", "instance_norm", "max_pool", "avg_pool", "argm")
@@ -217,13 +225,13 @@ def pick(tasks: Iterable[CorpusTask], limit: int) -> list[CorpusTask]:
 
 def build_corpus(
     out: Path,
-    target: Any,
+    target: Target,
     networks: Iterable[str] | None = None,
     *,
     forbidden: frozenset[str] = frozenset(),
     keep_all: bool = False,
     per_network: int = PER_NETWORK,
-    timeout: int = 120,
+    timeout: int = TIMEOUT,
 ) -> int:
     """Write the unique tasks of many networks, one JSON line each (`CorpusTask`), gzipped.
 
@@ -235,7 +243,7 @@ def build_corpus(
     ----------
     out : Path
         File to write; replaced at once, when complete, unless no task was found.
-    target : tvm.target.Target, dict or str
+    target : tvm.target.Target
         Target of the design spaces.
     networks : iterable of str, optional
         Names; all of `NETWORKS` if absent.
@@ -252,17 +260,20 @@ def build_corpus(
     -------
     int
         Number of tasks written.
+
+    Raises
+    ------
+    OptionError
+        If a name is none of `NETWORKS`.
     """
     from .registry import NETWORKS, SPLITS
 
     names = list(networks) if networks is not None else list(NETWORKS)
     unknown = [name for name in names if name not in NETWORKS]
     if unknown:
-        raise KeyError(f"unknown network {unknown[0]!r}; the names are: {', '.join(NETWORKS)}")
-    out = Path(out)
+        raise OptionError(f"unknown network {unknown[0]!r}; the names are: {', '.join(NETWORKS)}")
     parts = out.with_name(out.name + ".parts")
     parts.mkdir(parents=True, exist_ok=True)
-    target = make_target(target)
     # What one target or TVM version gave is not taken for another's.
     key = hashlib.sha256(f"{target} {importlib.metadata.version('apache-tvm')}".encode()).hexdigest()[:8]
     merged: dict[str, CorpusTask] = {}
@@ -279,7 +290,7 @@ def build_corpus(
         chosen = pick(found, per_network)
         print(f"{name}: {len(chosen)} of {len(found)} tasks", file=sys.stderr, flush=True)
         for task in chosen:
-            merged[task.id] = _join(merged.get(task.id), task, name, SPLITS[name])
+            merged[task.id] = join(merged.get(task.id), task, name, SPLITS[name])
     if merged:
         # In the order of the identities, which is a random one: any part of the file is a fair sample.
         _write(out, [merged[key] for key in sorted(merged)])
@@ -287,11 +298,24 @@ def build_corpus(
 
 
 def load_corpus(path: Path) -> Iterator[CorpusTask]:
-    """Read a corpus file line by line."""
+    """Read a corpus file line by line, whether it is compressed or not.
+
+    Raises
+    ------
+    InputError
+        If a line is no task.
+    """
     decoder = msgspec.json.Decoder(CorpusTask)
-    with gzip.open(path, "rb") as lines:
-        for line in lines:
-            yield decoder.decode(line)
+    with path.open("rb") as file:
+        packed = file.read(2) == GZIP
+        file.seek(0)
+        for number, line in enumerate(gzip.GzipFile(fileobj=file) if packed else file, 1):
+            try:
+                yield decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise InputError(
+                    f"{path}: line {number} is no task ({error}); run: pretune-export corpus {path}"
+                ) from None
 
 
 def _tunable(task: CorpusTask) -> bool:
@@ -299,7 +323,8 @@ def _tunable(task: CorpusTask) -> bool:
     return task.decisions > 0 and max(task.flops, elements) >= MIN_WORK
 
 
-def _join(known: CorpusTask | None, task: CorpusTask, network: str, split: str) -> CorpusTask:
+def join(known: CorpusTask | None, task: CorpusTask, network: str, split: str) -> CorpusTask:
+    """A task as `network` of `split` has it too; `known` is what other networks have made of it."""
     if known is None:
         return msgspec.structs.replace(task, networks=(network,), split=split)
     return msgspec.structs.replace(
@@ -308,7 +333,7 @@ def _join(known: CorpusTask | None, task: CorpusTask, network: str, split: str) 
         weights=(*known.weights, task.weight),
         weight=known.weight + task.weight,
         # What a training network has too cannot validate anything.
-        split="train" if "train" in (known.split, split) else "validation",
+        split="train" if "train" in (known.split, split) else split,
     )
 
 
@@ -322,14 +347,14 @@ def _write(path: Path, tasks: Iterable[CorpusTask]) -> None:
     partial.replace(path)
 
 
-def _export_in_child(network: Network, target: Any, part: Path, timeout: int) -> str | None:
+def _export_in_child(network: Network, target: Target, part: Path, timeout: int) -> str | None:
     """Export in a forked process, whose imports are then paid once; return what went wrong, in one line."""
     import torch  # noqa: F401
     import tvm  # noqa: F401
 
     from pretune.compat import setup_tvm
 
-    setup_tvm(str(target.kind.name))
+    setup_tvm(target)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(False)
     child = context.Process(target=_export, args=(network, target, part, timeout, sender), daemon=True)
@@ -347,9 +372,8 @@ def _export_in_child(network: Network, target: Any, part: Path, timeout: int) ->
     return error
 
 
-def _export(network: Network, target: Any, part: Path, timeout: int, sender: Any) -> None:
+def _export(network: Network, target: Target, part: Path, timeout: int, sender: Any) -> None:
     import torch
-    import tvm
 
     # TVM's C++ side writes many warnings to the standard error; they are kept beside the result.
     with part.with_name(part.name + ".log").open("wb") as log:
@@ -357,52 +381,9 @@ def _export(network: Network, target: Any, part: Path, timeout: int, sender: Any
     resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 5))
     torch.set_num_threads(1)
     try:
-        rows = []
-        for task in tasks_of(network, target):
-            rows.append(
-                CorpusTask(
-                    id=task.task_id,
-                    networks=(network.name,),
-                    weights=(task.weight,),
-                    split="",
-                    name=str(task.name),
-                    weight=task.weight,
-                    shapes=task.args,
-                    flops=task.flops,
-                    decisions=count_decisions(task, target),
-                    mod=str(tvm.ir.save_json(task.mod)),
-                )
-            )
-        _write(part, rows)
+        _write(part, [_line(task, network.name, "", target) for task in tasks_of(network, target)])
         sender.send(None)
     except Exception as error:
         text = " ".join(str(error).split())
         traceback.print_exc()
         sender.send(f"{type(error).__name__}: {text[:300]}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Command line of `build_corpus`."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="pretune_export.networks", description="Write the corpus of tasks.")
-    parser.add_argument("out", type=Path, help="file to write, .jsonl.gz")
-    parser.add_argument("--target", required=True, help="TVM target as JSON")
-    parser.add_argument("--only", help="names of networks, with commas between")
-    parser.add_argument("--exclude", type=Path, help="suite file whose subgraphs are left out")
-    parser.add_argument("--all", action="store_true", help="keep tasks with nothing to tune")
-    parser.add_argument("--per-network", type=int, default=PER_NETWORK)
-    parser.add_argument("--timeout", type=int, default=120, help="CPU seconds for each network")
-    options = parser.parse_args(argv)
-    forbidden = forbidden_task_ids(options.exclude, options.target) if options.exclude else frozenset()
-    count = build_corpus(
-        options.out,
-        options.target,
-        options.only.split(",") if options.only else None,
-        forbidden=forbidden,
-        keep_all=options.all,
-        per_network=options.per_network,
-        timeout=options.timeout,
-    )
-    print(count)
-    return 0 if count else 1
