@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import math
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from pretune import env
 from pretune.compat import setup_tvm
@@ -85,20 +82,6 @@ def show_environment(found: dict[str, Any], console: Console) -> None:
         f"{found['date']}",
         soft_wrap=True,
     )
-
-
-def geomean(values: Sequence[float]) -> float | None:
-    """Geometric mean; None of nothing."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Rank correlation of two series without many ties; None where it does not exist."""
-    if len(a) < 3:
-        return None
-    ranks = np.stack([np.argsort(np.argsort(np.asarray(x))) for x in (a, b)])
-    correlations: Any = np.corrcoef(ranks)
-    return float(correlations[0, 1])
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from pretune.bench.common import (
     environment,
     matmul_relu,
     show_environment,
-    spearman,
+    softmax,
 )
+from pretune.bench.stats import spearman
 from pretune.compat import setup_tvm
 from pretune.errors import EnvironmentFaultError
 from pretune.hardware import detect, make_target
@@ -69,7 +70,8 @@ def run(*, candidates: int = 48) -> dict[str, Any]:
     groups = [_sample(task, target, max(4, candidates // len(tasks))) for task in tasks]
 
     with MeasurePool(target) as pool:
-        pool.calibrate()  # its workers are up
+        # All its workers start with the first batch that is large enough for them.
+        pool.measure([softmax().mod] * pool.size)
         start = time.perf_counter()
         ours = [[m.latency for m in pool.measure([c.mod for c in group])] for group in groups]
         ours_s = time.perf_counter() - start

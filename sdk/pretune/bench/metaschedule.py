@@ -6,14 +6,14 @@ import itertools
 import logging
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretune.bench.common import output_to
 from pretune.compat import setup_tvm
 from pretune.errors import MissingExtraError
-from pretune.space.space import trace_to_json
+from pretune.space import trace_to_json
 
 if TYPE_CHECKING:
     from pretune.intake import Task
@@ -29,7 +29,11 @@ class Baseline:
     trace : list or None
         Its best schedule; None if it has no record, and compiling leaves the program untuned.
     latency : float or None
-        Seconds, as measured while it tuned.
+        Seconds of that one.
+    traces : list of list
+        Its finalists, in the order of their latencies while it tuned: `trace` is the one that was fastest
+        when they were timed in turns. Empty in what earlier versions kept: then `trace` is the fastest while
+        it tuned.
     trials, failures : int
         Candidates measured, and how many of them failed to build or run.
     seconds : float
@@ -44,6 +48,7 @@ class Baseline:
     failures: int = 0
     seconds: float = 0.0
     error: str = ""
+    traces: list[Any] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -70,7 +75,8 @@ def tune_stock(
     """Tune a task with ``ms.tune_tir`` as it comes: EvolutionarySearch, XGBModel, 64 candidates an iteration.
 
     Only builder and runner are ours. Slow candidates stop early, as they do for pretune, and a candidate's
-    latency is its fastest repeat, as it is for pretune.
+    latency is its fastest repeat, as it is for pretune. As for pretune too, the best candidates are timed in
+    turns before the winner is named; `Baseline.seconds` leaves that out, since ``tune_tir`` does not do it.
 
     Parameters
     ----------
@@ -85,6 +91,8 @@ def tune_stock(
     check_xgboost()
     setup_tvm()
     from tvm.s_tir import meta_schedule as ms
+
+    from pretune.tuning import FINALISTS
 
     found = Baseline()
     database = ms.database.MemoryDatabase()
@@ -123,7 +131,25 @@ def tune_stock(
     if record is not None and len(record.trace.insts):
         found.trace = trace_to_json(record.trace)
         found.latency = min(float(value) for value in record.run_secs or ())
+        best = database.get_top_k(record.workload, FINALISTS)
+        # A failure may be on record too, with a latency of 1e10 s.
+        found.traces = [
+            trace_to_json(one.trace)
+            for one in best
+            if len(one.trace.insts) and all(float(value) < 1e9 for value in one.run_secs or ())
+        ]
+        _name_winner(task, pool, found)
     return found
+
+
+def _name_winner(task: Task, pool: MeasurePool, found: Baseline) -> None:
+    """Time the finalists in turns, as pretune does with its own, and keep the fastest."""
+    from pretune.tuning import FINAL_ROUNDS, replay
+
+    timed = pool.interleave([replay(task.mod, trace) for trace in found.traces], rounds=FINAL_ROUNDS)
+    winner = min(range(len(timed)), key=lambda i: timed[i].latency, default=None)
+    if winner is not None and timed[winner].ok:
+        found.trace, found.latency = found.traces[winner], timed[winner].latency
 
 
 def silence_logger() -> None:

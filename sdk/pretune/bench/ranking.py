@@ -15,13 +15,13 @@ from pretune.bench.common import (
     conv2d_relu,
     depthwise_relu,
     environment,
-    geomean,
     matmul_relu,
     prepare,
     show_environment,
     softmax,
 )
 from pretune.bench.metaschedule import check_xgboost
+from pretune.bench.stats import geomean
 from pretune.model import TaskScorer
 from pretune.search import TaskSearch
 from pretune.space import TaskSpace

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,19 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretune.bench.common import Bench, environment, geomean, prepare, show_environment
+from pretune.bench.common import Bench, environment, prepare, show_environment
 from pretune.bench.metaschedule import Baseline, check_xgboost, tune_stock
-from pretune.errors import InputError, MissingExtraError, OptionError, PretuneError
-from pretune.intake.files import check_file
+from pretune.bench.stats import geomean
+from pretune.bench.suite import load_suite, tasks_of_module
+from pretune.errors import OptionError, PretuneError
 from pretune.measure import MeasurePool
+from pretune.messages import explain_os_errors
 from pretune.records import RunFolder, target_key
-from pretune.records.log import explain_os_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pretune.intake import Task
     from pretune.tuning import TaskResult
+
+NOTES = (
+    "pretune measures the untuned program once, beside its trials; MetaSchedule never does",
+    "both name their winner by timing their best candidates in turns; where metaschedule_finalists is 1, "
+    "MetaSchedule's was named by its tuning measurement",
+)
+"""How the two sides differ, for whoever reads the JSON."""
 
 ROUNDS = 9
 """Turns in which the winners are timed; their medians are compared."""
@@ -84,7 +90,7 @@ def run(
     dict
         ``rows``; ``geomean`` and ``median`` of their ``ratio``, MetaSchedule's latency over pretune's;
         ``geomean_zero`` and ``median_zero`` of ``zero_ratio``, the same for pretune's unmeasured first
-        choice; the machine and versions.
+        choice; ``notes`` on how the two sides differ; the machine and versions.
 
     Raises
     ------
@@ -128,6 +134,7 @@ def run(
         "geomean_zero": geomean(zeros),
         "median_zero": statistics.median(zeros) if zeros else None,
         "compared": len(ratios),
+        "notes": list(NOTES),
         "seconds": round(time.monotonic() - started, 1),
         "rows": rows,
         **environment(bench.machine),
@@ -167,38 +174,6 @@ def render(found: Mapping[str, Any], console: Console) -> None:
     )
     console.print(f"weights: {found['weights']}", markup=False)
     show_environment(dict(found), console)
-
-
-def load_suite(path: str | Path) -> dict[str, Any]:
-    """``SUBGRAPHS`` of a suite file.
-
-    Raises
-    ------
-    MissingExtraError
-        If torch is not installed.
-    InputError
-        If the file cannot be run, or defines none.
-    """
-    path = Path(path).expanduser()
-    check_file(path)
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("a suite of PyTorch subgraphs", "bench") from None
-    name = f"pretune_suite_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} is not a Python file; a suite defines SUBGRAPHS, as paper22.py does")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file does
-        raise InputError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    found = getattr(module, "SUBGRAPHS", None)
-    if not isinstance(found, dict) or not found or not all(hasattr(item, "build") for item in found.values()):
-        raise InputError(f"{path} defines no SUBGRAPHS: a dict of objects with build(), as in paper22.py")
-    return found
 
 
 class _Known:
@@ -289,14 +264,8 @@ class _Row:
         return row
 
     def _tasks(self) -> tuple[Task, ...]:
-        import torch
-
-        from pretune.intake.torch_export import program_from_exported
-
         module, inputs = self.subgraph.build()
-        with torch.no_grad():
-            exported = torch.export.export(module.eval(), tuple(inputs))
-        return program_from_exported(exported, target=self.bench.target, name=self.name).tasks
+        return tasks_of_module(module, inputs, target=self.bench.target, name=self.name)
 
     def _task(self, task: Task) -> dict[str, Any]:
         """Latencies of one task: seconds by side, and how they came about."""
@@ -332,6 +301,7 @@ class _Row:
             "pretune_seconds": round(ours_s, 2),
             "metaschedule_trials": stock.trials,
             "metaschedule_failures": stock.failures,
+            "metaschedule_finalists": max(1, len(stock.traces)),
             "metaschedule_seconds": round(stock.seconds, 2),
             "notes": ours.notes,
             "error": "; ".join(errors),
