@@ -10,6 +10,7 @@ import numpy as np
 
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.program import read_program
+from pretune.space import split_trace
 
 if TYPE_CHECKING:
     import tvm
@@ -62,14 +63,10 @@ class TraceScorer:
         """
         groups: dict[str, tuple[list[int], list[list[list[int]]]]] = {}
         for i, (insts, decisions) in enumerate(traces):
-            end = next((k for k, inst in enumerate(insts) if inst[0] == "EnterPostproc"), len(insts))
-            by_inst = {int(k): d if isinstance(d, list) else [d] for k, d in decisions}
-            sampling = [k for k in range(end) if insts[k][0].startswith("Sample")]
-            if missing := [k for k in sampling if k not in by_inst]:
-                raise ValueError(f"instruction {missing[0]} ({insts[missing[0]][0]}) has no decision")
-            rows = groups.setdefault(json.dumps(insts[:end]), ([], []))
+            body, taken = split_trace(insts, decisions)
+            rows = groups.setdefault(json.dumps(body), ([], []))
             rows[0].append(i)
-            rows[1].append([by_inst[k] for k in sampling])
+            rows[1].append(taken)
         score = np.zeros(len(traces), np.float32)
         embedding: np.ndarray | None = None
         for key, (index, rows) in groups.items():

@@ -2,5 +2,15 @@
 
 from pretune.space.slots import Slot, factorisations
 from pretune.space.space import Candidate, DesignSpace, TaskSpace
+from pretune.space.trace import sampling_indices, split_trace, trace_to_json
 
-__all__ = ["Candidate", "DesignSpace", "Slot", "TaskSpace", "factorisations"]
+__all__ = [
+    "Candidate",
+    "DesignSpace",
+    "Slot",
+    "TaskSpace",
+    "factorisations",
+    "sampling_indices",
+    "split_trace",
+    "trace_to_json",
+]
