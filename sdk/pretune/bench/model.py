@@ -120,9 +120,7 @@ def _run(
     from pretune.native_log import quiet_native
     from pretune.tuning import tune
 
-    tuned = tune(
-        source, shapes=shapes, trials=trials, out=out, weights=weights, on_progress=on_progress
-    )
+    tuned = tune(source, shapes=shapes, trials=trials, out=out, weights=weights, on_progress=on_progress)
     if tuned.library is None:
         raise EnvironmentFaultError("; ".join(tuned.notices) or f"{out} has no model.so; run: pretune doctor")
     machine = detect()
