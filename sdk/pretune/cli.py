@@ -17,7 +17,7 @@ import click
 
 import pretune
 from pretune import env
-from pretune.errors import InputError, OptionError, PretuneError
+from pretune.errors import InputError, OptionError, PretuneError, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,8 +69,7 @@ class _Commands(click.Group):
         except Exception as error:
             if env.debug():
                 raise
-            line = (str(error).strip().splitlines() or [""])[-1][:300]
-            _complain(f"unexpected {type(error).__name__}: {line} (PRETUNE_DEBUG=1 shows where)")
+            _complain(f"unexpected {type(error).__name__}: {one_line(error)} (PRETUNE_DEBUG=1 shows where)")
             ctx.exit(1)
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pretune import env
 from pretune.compat import check_versions
-from pretune.errors import PretuneError
+from pretune.errors import PretuneError, one_line
 from pretune.hardware import Hardware, count_cores, detect, hardware_for_target, make_target
 
 _PACKAGES = ("pretune", "apache-tvm", "apache-tvm-ffi", "onnxruntime", "onnx", "numpy", "huggingface-hub")
@@ -50,7 +50,7 @@ def report() -> dict[str, Any]:
 
             llvm = int(codegen.llvm_version_major() or 0)
         except Exception as error:  # a broken installation fails in many ways
-            tvm_error = f"import tvm fails: {_first_line(error)}"
+            tvm_error = f"import tvm fails: {one_line(error)}"
     if tvm_error:
         problems.append(tvm_error)
 
@@ -67,11 +67,6 @@ def report() -> dict[str, Any]:
     weights = _weights(seen)
     if weights["error"]:
         problems.append(weights["error"])
-    cache = _cache()
-    if not cache["writable"]:
-        problems.append(
-            f"the cache folder {cache['folder']} cannot be written; set PRETUNE_CACHE to one that can"
-        )
 
     return {
         "python": {
@@ -94,7 +89,7 @@ def report() -> dict[str, Any]:
             "vector_bits": seen.vector_bits,
         },
         "compiler": _compiler(tvm_error),
-        "cache": cache,
+        "cache": _cache(),
         "weights": weights,
         "problems": problems,
     }
@@ -128,10 +123,13 @@ def render(report: Mapping[str, Any]) -> Group:
         shown = {name: value for name, value in native.items() if name not in ("tag", "keys")}
         row("native target", f"{json.dumps(shown)}, vectors of {target['vector_bits']} bits")
     row("c++ compiler", report["compiler"] or "none (writing model.so needs one; run: apt-get install g++)")
-    row("cache folder", report["cache"]["folder"] + ("" if report["cache"]["exists"] else " (not there yet)"))
+    row("cache folder", f"{report['cache']['folder']}{_state(report['cache'])}")
     row("weights", f"{weights['path']} ({weights['why']})" if weights["path"] else "none")
     for item in weights["considered"]:
-        row("", f"{'yes' if item['accepted'] else 'no '}  {item['name']}: {item['reason']}")
+        taken = "yes" if item["accepted"] else "no "
+        row("", f"{taken}  {item['name']}: {item['coverage']}, {item['reason']}")
+    if weights["notice"]:
+        row("", f"notice: {weights['notice']}")
     if not report["problems"]:
         return Group(table, Text("\nEverything that pretune needs is here."))
     lines = "".join(f"\nproblem: {problem}" for problem in report["problems"])
@@ -140,7 +138,8 @@ def render(report: Mapping[str, Any]) -> Group:
 
 def _weights(hardware: Hardware) -> dict[str, Any]:
     """Weights that a run on this hardware would use, and what became of the others."""
-    found: dict[str, Any] = {"path": None, "name": None, "why": "", "considered": [], "error": ""}
+    found: dict[str, Any] = dict.fromkeys(("path", "name"))
+    found |= {"why": "", "notice": "", "considered": [], "error": ""}
     try:
         from pretune.model import weights as model
 
@@ -152,7 +151,8 @@ def _weights(hardware: Hardware) -> dict[str, Any]:
             for item in model.consider(hardware, folders)
         ]
         chosen = model.find_weights(hardware)
-        found |= {"path": str(chosen.path), "name": chosen.config.name, "why": chosen.why}
+        found |= {"path": str(chosen.path), "name": chosen.config.name}
+        found |= {"why": chosen.why, "notice": chosen.notice}
     except (PretuneError, OSError, ImportError) as error:
         found["error"] = str(error)
     return found
@@ -171,6 +171,13 @@ def _cache() -> dict[str, Any]:
     }
 
 
+def _state(cache: Mapping[str, Any]) -> str:
+    """What to say of the cache folder; pretune keeps nothing there yet, so that none of it is a problem."""
+    if not cache["writable"]:
+        return " (cannot be written; nothing is kept there yet)"
+    return "" if cache["exists"] else " (not there yet)"
+
+
 def _compiler(tvm_error: str) -> str | None:
     """C++ compiler that TVM would link with."""
     if tvm_error:
@@ -186,10 +193,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _size(count: int) -> str:

@@ -24,3 +24,8 @@ def num_threads() -> int | None:
 def debug() -> bool:
     """``PRETUNE_DEBUG=1``: show stack traces instead of one-line errors."""
     return os.environ.get("PRETUNE_DEBUG", "") not in ("", "0")
+
+
+def bind_threads() -> bool:
+    """Whether a measured candidate's threads may be pinned to cores: TVM's own ``TVM_BIND_THREADS``."""
+    return os.environ.get("TVM_BIND_THREADS", "1") == "1"

@@ -6,6 +6,8 @@ to run next; the command line prints it after ``error:`` and exits with `Pretune
 
 from __future__ import annotations
 
+import re
+
 
 class PretuneError(Exception):
     """Base of all errors raised on purpose."""
@@ -77,3 +79,21 @@ class NothingTunedError(PretuneError, RuntimeError):
     """No task could be tuned; the message carries the first failure."""
 
     exit_code = 7
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line of at most 300 characters, without a stack that its message may hold.
+
+    The first line of a message says most, save that a stack comes before what it is about, and that a line
+    that ends in a colon goes on in the next (``"Compilation error:"``).
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = lines[0]
+    if text.startswith("Traceback"):
+        text = lines[-1]
+    elif text.endswith(":") and len(lines) > 1 and not lines[1].startswith(("Traceback", "Stack trace")):
+        text = f"{text} {lines[1]}"
+    # Where in TVM's C++ it happened helps nobody here.
+    return re.sub(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ", "", text)[:300]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretune.bench.common import output_to
 from pretune.compat import setup_tvm
-from pretune.errors import MissingExtraError
+from pretune.errors import MissingExtraError, one_line
 from pretune.space import trace_to_json
 
 if TYPE_CHECKING:
@@ -124,8 +124,7 @@ def tune_stock(
         except Exception as error:  # it has many ways to fail, of several types; what it found before counts
             if stopped:  # by Ctrl-C or a dead pool, which TVM may have turned into an error of its own
                 raise stopped[0] from None
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            found.error = (lines[-1].strip() if lines else type(error).__name__)[:300]
+            found.error = one_line(error)
     found.seconds = time.perf_counter() - start
     record = database.query_tuning_record(task.mod, target, "main")
     if record is not None and len(record.trace.insts):

@@ -18,7 +18,7 @@ from pretune.bench.common import Bench, environment, prepare, show_environment
 from pretune.bench.metaschedule import Baseline, check_xgboost, tune_stock
 from pretune.bench.stats import geomean
 from pretune.bench.suite import load_suite, tasks_of_module
-from pretune.errors import OptionError, PretuneError
+from pretune.errors import OptionError, PretuneError, one_line
 from pretune.measure import MeasurePool
 from pretune.messages import explain_os_errors
 from pretune.records import RunFolder, target_key
@@ -247,9 +247,12 @@ class _Row:
         except PretuneError:
             raise  # the pool or the disk: every other row would fail too
         except Exception as error:  # one subgraph that fails is one row without a ratio
-            line = (str(error).strip().splitlines() or [""])[-1]
             row |= {f"{side}_latency": None for side in sides}
-            return row | {"ratio": None, "zero_ratio": None, "error": f"{type(error).__name__}: {line}"[:300]}
+            return row | {
+                "ratio": None,
+                "zero_ratio": None,
+                "error": f"{type(error).__name__}: {one_line(error)}",
+            }
         for part in parts:
             row["pretune_seconds"] += part["pretune_seconds"]
             row["metaschedule_seconds"] += part["metaschedule_seconds"]

@@ -14,9 +14,9 @@ from pathlib import Path
 import onnx
 import tvm
 
-from pretune.errors import InputError
+from pretune.errors import InputError, one_line
 from pretune.intake.files import check_file
-from pretune.intake.program import Program, Shapes, check_shapes, first_line, program_from_relax
+from pretune.intake.program import Program, Shapes, check_shapes, program_from_relax
 from pretune.native_log import quiet_native
 
 # A protobuf message holds 2 GB at most; beyond this many bytes, weights go into a file of their own.
@@ -90,7 +90,7 @@ def load_onnx(path: Path) -> onnx.ModelProto:
         Exception
     ) as error:  # onnx raises its checker's error, OSError or ValueError for a missing or short file
         raise InputError(
-            f"{path}: external weights cannot be read: {first_line(error)}; put it beside the model"
+            f"{path}: external weights cannot be read: {one_line(error)}; put it beside the model"
         ) from error
     return model
 
@@ -184,9 +184,7 @@ def _import(model: onnx.ModelProto, label: str) -> tvm.IRModule:
     except Exception as error:  # anything at all, from assertions to TVM's internal errors
         failed = re.search(r"Error converting operator (\w+)", printed.getvalue())
         what = f"the operator {failed[1]}" if failed else "this model"
-        raise InputError(
-            f"{label}: TVM's ONNX importer cannot convert {what}: {first_line(error)}"
-        ) from error
+        raise InputError(f"{label}: TVM's ONNX importer cannot convert {what}: {one_line(error)}") from error
 
 
 def _ort_message(error: Exception) -> str:

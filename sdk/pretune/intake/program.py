@@ -211,16 +211,6 @@ def program_from_prim_func(func: Any, *, name: str | None = None, source: Path |
     return Program(name or task.name, "tir", task.mod, (task,), inputs, (), source)
 
 
-def first_line(error: BaseException) -> str:
-    """First line of an error that says something, without TVM's trace."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    lines = [
-        line for line in lines if line and not line.startswith(("Traceback", "File ", "During handling"))
-    ]
-    text = re.sub(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ", "", lines[0]) if lines else ""
-    return text[:300] or type(error).__name__
-
-
 def _name(param: Any) -> str:
     """Name of a Relax variable; called ``name_hint`` before TVM 0.27."""
     return str(param.name if hasattr(param, "name") else param.name_hint)

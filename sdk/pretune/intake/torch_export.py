@@ -10,9 +10,9 @@ from typing import Any
 
 import tvm
 
-from pretune.errors import InputError, MissingExtraError
+from pretune.errors import InputError, MissingExtraError, one_line
 from pretune.intake.files import check_file
-from pretune.intake.program import Program, Shapes, first_line, program_from_relax
+from pretune.intake.program import Program, Shapes, program_from_relax
 from pretune.native_log import quiet_native
 
 EXPORT = "torch.export.save(torch.export.export(model.eval(), (example,)), 'model.pt2')"
@@ -45,7 +45,7 @@ def load_pt2(path: Path) -> Any:
         return torch.export.load(str(path))
     except Exception as error:  # zip, pickle, JSON and version errors
         raise InputError(
-            f"{path} is not a torch.export program that this torch reads: {first_line(error)}; "
+            f"{path} is not a torch.export program that this torch reads: {one_line(error)}; "
             f"write it with: {EXPORT}"
         ) from error
     finally:
@@ -102,7 +102,7 @@ def program_from_exported(
     except InputError:
         raise
     except Exception as error:  # assertion, type and index errors of the importer and of torch
-        raise InputError(f"{name}: TVM cannot import this PyTorch program: {first_line(error)}") from error
+        raise InputError(f"{name}: TVM cannot import this PyTorch program: {one_line(error)}") from error
     return program_from_relax(
         mod, target=target or tvm.target.Target("llvm"), name=name, shapes=shapes, source=source
     )

@@ -11,13 +11,12 @@ from typing import Any
 
 import tvm
 
-from pretune.errors import InputError
+from pretune.errors import InputError, one_line
 from pretune.intake.files import check_file
 from pretune.intake.program import (
     Program,
     Shapes,
     check_shapes,
-    first_line,
     program_from_prim_func,
     program_from_relax,
 )
@@ -83,7 +82,7 @@ def load_script(path: Path) -> Any:
             frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
         ]
         where = f" in line {lines[-1]}" if lines else ""
-        raise InputError(f"{path} fails{where}: {type(error).__name__}: {first_line(error)}") from error
+        raise InputError(f"{path} fails{where}: {type(error).__name__}: {one_line(error)}") from error
     finally:
         sys.path.pop(0)
     kinds = (tirx.PrimFunc, relax.Function, tvm.IRModule)
@@ -111,7 +110,7 @@ def load_json(path: Path) -> Any:
     try:
         obj = tvm.ir.load_json(path.read_text(encoding="utf-8"))
     except Exception as error:  # decoding, JSON and type errors, without a common class
-        raise InputError(f"{path} is not TVM JSON, or is truncated: {first_line(error)}; {advice}") from error
+        raise InputError(f"{path} is not TVM JSON, or is truncated: {one_line(error)}; {advice}") from error
     if not isinstance(obj, tirx.PrimFunc | relax.Function | tvm.IRModule):
         raise InputError(
             f"{path} holds a {type(obj).__name__}, not a PrimFunc, Relax function or IRModule; {advice}"

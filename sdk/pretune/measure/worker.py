@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pretune import env
+from pretune.errors import one_line
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -112,15 +115,6 @@ class Failed(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
 AnyRequest = Build | Time | Repeat | Outputs | Drop | Calibrate
 Reply = Done | Failed
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as one line, without the stack that TVM puts into its messages."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    keep = [line for line in lines if line and not line.startswith(("Traceback", "File ", "Stack trace"))]
-    name = type(error).__name__
-    text = keep[0] if keep else ""
-    return (text if text.startswith(name) else f"{name}: {text}")[:500]
 
 
 def random_array(
@@ -215,7 +209,7 @@ class Worker:
     def __init__(self, target: str, num_threads: int) -> None:
         self.everywhere = os.sched_getaffinity(0)
         self.cores = pick_cores(num_threads)
-        self.bound = os.environ.get("TVM_BIND_THREADS", "1") == "1" and len(self.cores) == num_threads
+        self.bound = env.bind_threads() and len(self.cores) == num_threads
         os.environ["TVM_BIND_THREADS"] = "1" if self.bound else "0"
 
         import tvm
@@ -384,6 +378,7 @@ def main(fd: int, parent: int, target: str, num_threads: int) -> None:
         try:
             reply: Reply = worker.handle(request)
         except Exception as error:  # whatever TVM raises is the candidate's fault, not the worker's
-            reply = Failed(error=first_line(error))
+            name, line = type(error).__name__, one_line(error)
+            reply = Failed(error=line if line.startswith(name) else f"{name}: {line}")
         reply.seconds = time.perf_counter() - start
         connection.send_bytes(encode(reply))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import numpy as np
 
 from pretune.compat import setup_tvm
 from pretune.space.slots import Slot, factorisations
+from pretune.space.trace import sampling_indices, trace_to_json
 
 if TYPE_CHECKING:
     import tvm
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 
 PROBES = 24
 """Random replays per design space from which the options of data-dependent slots are read."""
-
-
-def trace_to_json(trace: Any) -> list[Any]:
-    """A TVM trace as plain JSON values: ``[instructions, decisions]``."""
-    return json.loads(json.dumps(trace.as_json(), default=lambda imm: imm.value))
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,7 @@ class DesignSpace:
         self.postprocs = list(postprocs)
         self._tvm_insts = list(self.trace.insts)
         self.insts: list[Any] = trace_to_json(self.trace)[0]
-        sampling = [i for i, inst in enumerate(self.insts) if inst[0].startswith("Sample")]
-        self._sampling = sampling
+        self._sampling = sampling = sampling_indices(self.insts)
         observed = self._probe(TVMSchedule, mod, seed) if sampling else []
         self.slots = tuple(self._slot(n, index, observed) for n, index in enumerate(sampling))
         self._sizes = np.array([len(slot.options) for slot in self.slots], dtype=np.int64)
@@ -221,8 +215,7 @@ class TaskSpace:
         seed : int
             Seed of the space generator's own sampling.
         """
-        kind: Any = target.kind  # TVM annotates it as a string
-        setup_tvm(kind.name)
+        setup_tvm(target)
         from tvm.s_tir import meta_schedule as ms
 
         context = ms.TuneContext(

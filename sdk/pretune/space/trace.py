@@ -9,11 +9,14 @@ if TYPE_CHECKING:
     from tvm.s_tir.schedule import Trace
 
 
-def trace_to_json(trace: Trace | Sequence[Any]) -> list[Any]:
+def trace_to_json(trace: Trace | Sequence[Any] | None) -> list[Any]:
     """``[instructions, decisions]`` of a trace in plain Python values.
+
+    None is no trace: TVM annotates what has one as if it might have none.
 
     ``Trace.as_json`` leaves TVM's IntImm in it, which no JSON encoder takes.
     """
+    assert trace is not None
     return plain(trace if isinstance(trace, list | tuple) else trace.as_json())  # pyright: ignore
 
 
