@@ -26,9 +26,9 @@ from pretune.records import (
     best_records,
     make_record,
     target_key,
-    trace_to_json,
     write_database,
 )
+from pretune.space import trace_to_json
 
 SDK = str(Path(__file__).parents[1] / "sdk")
 

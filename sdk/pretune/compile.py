@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,13 @@ import numpy as np
 import tvm
 
 from pretune.compat import setup_tvm
-from pretune.errors import EnvironmentFaultError, OutputError
+from pretune.errors import EnvironmentFaultError, one_line
 from pretune.intake import Program
+from pretune.messages import explain_os_errors
 from pretune.native_log import quiet_native
+
+_CANNOT_START = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
+"""Errors of starting a compiler that is none."""
 
 
 def compile_program(program: Program, target: tvm.target.Target, database: Any = None) -> Any:
@@ -33,8 +38,7 @@ def compile_program(program: Program, target: tvm.target.Target, database: Any =
         For a whole network, what `run_program` and ``relax.VirtualMachine`` take, with entry ``main``. For a
         PrimFunc, a module with the function under its own name.
     """
-    kind: Any = target.kind  # TVM annotates it as a string
-    setup_tvm(kind.name)
+    setup_tvm(target)
     from tvm.s_tir import meta_schedule as ms
 
     database = ms.database.MemoryDatabase() if database is None else database
@@ -51,9 +55,9 @@ def export_library(executable: Any, path: str | Path) -> Path:
     Raises
     ------
     EnvironmentFaultError
-        If there is no C++ compiler to link with.
+        If there is no C++ compiler to link with, or it fails: it is broken, or for another target.
     OutputError
-        If the file cannot be written.
+        If the disk is full or read-only.
     """
     from tvm.support.cc import get_cc
 
@@ -65,8 +69,13 @@ def export_library(executable: Any, path: str | Path) -> Path:
     try:
         executable.export_library(str(path))
     except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise OutputError(f"{path} cannot be written: {reason[-1][:300]}") from error
+        if isinstance(error, OSError) and error.errno not in _CANNOT_START:
+            with explain_os_errors(path.parent):
+                raise
+        raise EnvironmentFaultError(
+            f"there is no {path}, since linking it fails: {one_line(error)}; apply the tuning database "
+            "where a C++ compiler for the target works"
+        ) from error
     return path
 
 

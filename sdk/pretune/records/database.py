@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretune.records.log import explain_os_errors, notice
+from pretune.errors import one_line
+from pretune.messages import explain_os_errors, notice
 from pretune.records.record import Record, target_key
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def best_records(records: Iterable[Record], task_id: str, key: str) -> list[Reco
     """
     mine = [record for record in records if record.task_id == task_id and record.target_key == key]
     wrong = {record.trace_key for record in mine if record.kind == "final" and not record.ok}
-    last_trial = max((at for at, record in enumerate(mine) if record.kind == "trial"), default=-1)
-    finals = [record for record in mine[last_trial + 1 :] if record.ok]
+    finals = latest_finals(mine)
     by_trace: dict[str, Record] = {}
     for record in finals or mine:
         known = by_trace.get(record.trace_key)
@@ -58,6 +58,12 @@ def best_records(records: Iterable[Record], task_id: str, key: str) -> list[Reco
         ):
             by_trace[record.trace_key] = record
     return sorted(by_trace.values(), key=lambda record: record.latency)
+
+
+def latest_finals(records: Sequence[Record]) -> list[Record]:
+    """Of the records of one task on one target, the finals after the last trial that are ok."""
+    last_trial = max((at for at, record in enumerate(records) if record.kind == "trial"), default=-1)
+    return [record for record in records[last_trial + 1 :] if record.ok]
 
 
 UNMEASURED_S = 1e6
@@ -108,7 +114,7 @@ def write_database(
     """
     from pretune.compat import setup_tvm
 
-    setup_tvm(json.loads(str(target))["kind"])
+    setup_tvm(target)
     from tvm.s_tir import meta_schedule as ms
 
     directory = Path(directory)
@@ -170,7 +176,9 @@ def _copy_old(ms: Any, old: Path, new: Path, tasks: Sequence[Task], key: str) ->
     ]
 
 
-def _replay(ms: Any, database: Any, task: Task, target: Target, traces: Sequence[tuple[Any, float, str]]) -> list[Any]:
+def _replay(
+    ms: Any, database: Any, task: Task, target: Target, traces: Sequence[tuple[Any, float, str]]
+) -> list[Any]:
     """Tuning records of one task, as TVM has them, of (trace, seconds, name to report it under)."""
     if not traces:
         return []
@@ -181,8 +189,7 @@ def _replay(ms: Any, database: Any, task: Task, target: Target, traces: Sequence
         try:
             replayed = ms.database.TuningRecord.from_json([trace, None, None, None], workload)
         except Exception as error:  # of whatever type the instruction raises that this TVM does not know
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            notice(f"{task.name}: {name} does not replay and is left out: {reason[:200]}")
+            notice(f"{task.name}: {name} does not replay and is left out: {one_line(error)}")
             continue
         # One latency, the fastest repeat: MetaSchedule ranks by the mean.
         result.append(ms.database.TuningRecord(replayed.trace, workload, [seconds], target, arguments))

@@ -15,7 +15,8 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from pretune.errors import OutputError
-from pretune.records.log import RecordLog, explain_os_errors
+from pretune.messages import explain_os_errors
+from pretune.records.log import RecordLog
 
 
 class RunFolder:

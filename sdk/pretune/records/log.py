@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from filelock import FileLock
 
-from pretune.errors import OutputError
+from pretune.messages import explain_os_errors, notice
 from pretune.records.record import RECORD_VERSION, Record
 
 # Writing a line reaches the kernel at once, so a killed process loses nothing. Only a power cut can take
@@ -44,25 +41,27 @@ class RecordLog:
         self.path = Path(path)
         self._synced = time.monotonic()
 
-    def append(self, record: Record) -> None:
-        """Write one record; when this returns, a killed process no longer loses it.
+    def append(self, *records: Record) -> None:
+        """Write records; when this returns, a killed process no longer loses them.
+
+        A kill meanwhile leaves the first of them, or none.
 
         Raises
         ------
         OutputError
-            If the disk is full, read-only or not permitted. What was written before stays as it was.
+            If the disk is full, read-only or not permitted. None is written then, and what was there stays.
         """
-        line = _encoder.encode(record) + b"\n"
+        lines = b"".join(_encoder.encode(record) + b"\n" for record in records)
         with explain_os_errors(self.path.parent), self._lock():
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
-                self._repair(fd)  # else this record would continue what a killed run left of a line
+                self._repair(fd)  # else these would continue what a killed run left of a line
                 end = os.fstat(fd).st_size
                 try:
-                    rest = memoryview(line)
+                    rest = memoryview(lines)
                     while rest:
                         rest = rest[os.write(fd, rest) :]
-                except BaseException:  # a full disk takes a part of the line; Ctrl-C comes at any moment
+                except BaseException:  # a full disk takes a part of them; Ctrl-C comes at any moment
                     os.ftruncate(fd, end)
                     raise
                 if time.monotonic() - self._synced > _SYNC_SECONDS:
@@ -151,32 +150,6 @@ class RecordLog:
             file.write(torn + b"\n")
         os.ftruncate(fd, size - len(torn))
         notice(f"{self.path}: the last line was unfinished, as a kill leaves it; moved it to {keep.name}")
-
-
-@contextlib.contextmanager
-def explain_os_errors(folder: Path, verb: str = "write to") -> Iterator[None]:
-    """Turn what the operating system refuses into an OutputError that names the folder and the way out."""
-    try:
-        yield
-    except OutputError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            reason, advice = "the disk is full", "free some space and run again to resume"
-        elif error.errno == errno.EROFS:
-            reason, advice = "it is on a read-only file system", "choose another folder with --out"
-        elif error.errno in (errno.EACCES, errno.EPERM):
-            reason, advice = "permission denied", "choose another folder with --out, or change its owner"
-        elif error.errno in (errno.EEXIST, errno.ENOTDIR):
-            reason, advice = "there is a file of that name, not a folder", "choose another folder with --out"
-        else:
-            reason, advice = error.strerror or str(error), "choose another folder with --out"
-        raise OutputError(f"cannot {verb} {folder}: {reason}; {advice}") from error
-
-
-def notice(text: str) -> None:
-    """Say something on stderr that is not an error."""
-    print(f"notice: {text}", file=sys.stderr, flush=True)
 
 
 def _lines(numbers: list[int]) -> str:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from pretune.space.trace import plain, trace_to_json
+
 if TYPE_CHECKING:
     from tvm.s_tir.schedule import Trace
     from tvm.target import Target
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 RECORD_VERSION = 1
 """Raised when a field changes its meaning; readers skip records of a version they do not know."""
 
-ChosenBy = Literal["default", "model", "search", "random"]
+ChosenBy = Literal["default", "search"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +63,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     build_s, run_s : float
         Seconds spent building and running.
     chosen_by : str
-        ``"default"``, ``"model"`` (ranked first without measuring), ``"search"`` or ``"random"``.
+        ``"default"`` or ``"search"``.
     seed : int
         Seed of the run.
     microarch, cpu : str
@@ -192,29 +194,6 @@ def target_key(target: Target | str | Mapping[str, Any]) -> str:
 def trace_key(trace: Sequence[Any] | None) -> str:
     """Short hash of a trace's JSON: 16 hex digits; ``"default"`` for None."""
     return "default" if trace is None else _hash(trace, 8)
-
-
-def trace_to_json(trace: Trace | Sequence[Any]) -> list[Any]:
-    """``[instructions, decisions]`` of a trace in plain Python values.
-
-    ``Trace.as_json`` leaves TVM's IntImm in it, which no JSON encoder takes.
-    """
-    return plain(trace if isinstance(trace, list | tuple) else trace.as_json())  # pyright: ignore
-
-
-def plain(value: Any) -> Any:
-    """Turn TVM's and numpy's values into Python's own, which any encoder takes."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)  # TVM's strings are a subclass, which encoders refuse
-    if isinstance(value, Mapping) or hasattr(value, "items"):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if hasattr(value, "value"):  # IntImm, FloatImm
-        return value.value
-    if hasattr(value, "item") and not hasattr(value, "__len__"):  # numpy scalar
-        return value.item()
-    return [plain(item) for item in value]
 
 
 def _hash(value: Any, size: int) -> str:

@@ -1,0 +1,128 @@
+"""Deciding a task's winner: finals again until the winner is checked, with real candidates that are wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tvm
+from tvm import s_tir, te
+
+from pretune.hardware import detect, hardware_for_target
+from pretune.intake.task import Task, make_task
+from pretune.measure import MeasurePool
+from pretune.measure.result import Measured
+from pretune.model import WorldModel, load_weights
+from pretune.records import Record, RunFolder, best_records, latest_finals, make_record, target_key
+from pretune.space import trace_to_json
+from pretune.tuning import FINALISTS, Run
+from programs import TARGET, matmul
+
+HARDWARE = hardware_for_target(TARGET, detect())
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with MeasurePool(TARGET, workers=1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def model(weights):
+    return WorldModel(load_weights(weights), num_threads=1)
+
+
+def trace(mod: tvm.IRModule, factor: int, *, wrong: bool = False) -> list:
+    """A schedule of a block C; a wrong one adds up in whole numbers."""
+    schedule = s_tir.Schedule(mod)
+    block = schedule.get_sblock("C")
+    schedule.split(schedule.get_loops(block)[1], [None, factor])
+    if wrong:
+        schedule.cache_write(block, 0, "global")
+        schedule.unsafe_set_dtype(block, 0, "int32")
+    return trace_to_json(schedule.trace)
+
+
+def record(task: Task, trial: int, trace: list | None, seconds: float) -> Record:
+    """A trial as a run would have written it."""
+    return make_record(
+        task,
+        TARGET,
+        Measured(latencies=(seconds,)),
+        trial=trial,
+        trace=trace,
+        chosen_by="search" if trace else "default",
+        hardware=HARDWARE,
+    )
+
+
+def test_finals_are_repeated_until_the_winner_is_checked(pool, model, tmp_path):
+    task = make_task("matmul", matmul()["main"])
+    key = target_key(TARGET)
+    factors = (2, 3, 4, 6, 8, 12, 16)
+    assert len(factors) == FINALISTS + 1
+    traces = [trace(task.mod, factor, wrong=True) for factor in factors]
+    good = trace(task.mod, 24)
+
+    # The default is so slow that it is no finalist; the only right candidate comes after all wrong ones.
+    trials = [record(task, i, t, 1e-6 * i) for i, t in enumerate([*traces, good], start=1)]
+    trials = [record(task, 0, None, 1.0), *trials]
+    with RunFolder(tmp_path) as folder:
+        folder.log.append(*trials)
+
+        def tune(records, budget=8):
+            run = Run(TARGET, HARDWARE, model, pool, folder, budget, 0, None, records, 1)
+            return run.task(0, task)
+
+        result = tune(list(trials))
+        assert (result.chosen_by, result.error, result.trace) == ("search", "", good)
+        # The last wrong one is checked only if it happens to be faster than the right one.
+        assert 6 <= len(result.notes) <= 7 and all("computes something else" in note for note in result.notes)
+        records = folder.log.load()
+        finals = [r for r in records if r.kind == "final"]
+        assert next(r.trace for r in finals if r.ok) == good and len(finals) == 8
+        # However many of them a kill leaves, none that was not checked is named.
+        for end in range(len(trials), len(records) + 1):
+            winner = best_records(records[:end], task.task_id, key)[0]
+            assert winner.kind == "trial" or winner.trace == good
+        assert winner in latest_finals(records)
+        again = tune(records)
+        assert (again.trace, again.best) == (good, result.best)
+        assert folder.log.load() == records
+
+        # Nothing but wrong ones: the default wins, unscheduled.
+        result = tune(trials[:-1] + [r for r in finals if not r.ok], budget=7)
+        assert (result.chosen_by, result.trace, result.best) == ("default", None, 1.0)
+
+
+def test_a_reference_that_fails_only_when_outputs_are_compared(pool, model, tmp_path):
+    """Timing draws values below 0.1, where the offset is 0; comparing draws larger ones."""
+    n = 64
+    a, x = te.placeholder((n * n,), name="A"), te.placeholder((1,), name="X")
+    k = te.reduce_axis((0, n), name="k")
+
+    def value(i, j):
+        far = (x[0] * 10.0).astype("int64") * (1 << 40)
+        return te.sum(a[i * n + k] * a[(k * n + j).astype("int64") + far], axis=k)
+
+    task = make_task("gather", te.create_prim_func([a, x, te.compute((n, n), value, name="C")]))
+    trials = [record(task, 0, None, 1.0), record(task, 1, trace(task.mod, 8), 1e-6)]
+    with RunFolder(tmp_path) as folder:
+        result = Run(TARGET, HARDWARE, model, pool, folder, 1, 0, None, trials, 1).task(0, task)
+    assert (result.chosen_by, result.error) == ("search", "")
+    assert any("outputs were not compared: the reference fails to run" in note for note in result.notes)
+
+
+def test_a_linker_that_fails_is_a_notice(weights, tmp_path, monkeypatch):
+    from pretune import tune
+    from pretune.cli import DEMO
+
+    linker = tmp_path / "broken-g++"
+    linker.write_text("#!/bin/sh\necho 'ld: out of order' >&2\nexit 1\n")
+    linker.chmod(0o755)
+    monkeypatch.setenv("CXX", str(linker))
+    result = tune(DEMO, trials=0, weights=weights, out=tmp_path / "out")
+    assert result.library is None and not (tmp_path / "out" / "model.so").exists()
+    (notice,) = [text for text in result.notices if "linking it fails" in text]
+    assert "ld: out of order" in notice and "\n" not in notice
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == result.to_dict()
