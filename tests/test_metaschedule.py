@@ -85,3 +85,10 @@ def test_the_cost_model_scores_as_the_ranker_does_and_learns(weights):
     cost_model.update(context, given, results)
     after = cost_model.predict(context, given)
     assert np.corrcoef(after, scores)[0, 1] < 0
+
+
+def test_clones_share_the_models(weights):
+    strategy = LatentSearch(weights)
+    made = strategy._models.get(TARGET)
+    clone = strategy._inst.clone()  # as TVM asks for it; what TVM makes of it hides its attributes
+    assert clone._models.get(TARGET) is made

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
+import platform
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretune.errors import EnvironmentFaultError
+
+if TYPE_CHECKING:
+    from tvm.target import Target
 
 TVM_RANGE = ((0, 26), (0, 28))
 """Lowest TVM version that is tested, and the first that is not."""
@@ -21,13 +26,22 @@ FFI_BELOW = (0, 1, 15)
 # Tensor intrinsics that MetaSchedule's default design spaces of a target kind refer to. Importing the
 # whole package instead costs 22 to 38 s in every process.
 _INTRINSICS = {
-    "llvm": ("x86", "arm_cpu"),
     "c": ("x86",),
     "cuda": ("cuda",),
     "rocm": ("rocm",),
     "metal": ("metal",),
+    "hexagon": ("hexagon",),
 }
-_ARM = ("aarch64", "arm64", "armv7l")
+# On llvm, by how the architecture begins.
+_LLVM = {
+    "x86": ("x86",),
+    "amd64": ("x86",),
+    "i686": ("x86",),
+    "aarch64": ("arm_cpu",),
+    "arm": ("arm_cpu",),
+    "riscv": ("riscv_cpu",),
+}
+_PACKAGE = "tvm.s_tir.tensor_intrin"
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -59,33 +73,71 @@ def check_versions() -> None:
         raise EnvironmentFaultError(f"apache-tvm-ffi {ffi} crashes with apache-tvm {tvm}; {fix}")
 
 
-def setup_tvm(kind: str = "llvm") -> None:
-    """Make MetaSchedule usable at once: register the tensor intrinsics of one target kind only.
+def setup_tvm(target: Target | str = "llvm") -> None:
+    """Make MetaSchedule usable at once: register the tensor intrinsics of one target only.
 
     ``TuneContext.__init__`` imports ``tvm.s_tir.tensor_intrin``, which registers those of every target
-    (22 to 38 s). A package object with the same path and no contents takes its place, so that each
-    family of intrinsics is still importable by name, and only the ones needed are imported here (0.2 s).
+    (22 to 38 s). A package object with the same path takes its place, so that each family of intrinsics is
+    imported (0.2 s for x86) when its name is used, or when a context for its target is made: stock
+    MetaSchedule works in the same process for any target, and so does calling this again for another one.
+    Only code that schedules without a context, and counts on ``import tvm.s_tir.tensor_intrin`` to register
+    everything, has to import its family by name (``import tvm.s_tir.tensor_intrin.cuda``), unless it imported
+    the package before pretune.
 
     Parameters
     ----------
-    kind : str
-        TVM target kind, such as ``"llvm"`` or ``"cuda"``.
+    target : tvm.target.Target or str
+        The target, or only its kind, such as ``"llvm"`` or ``"cuda"``.
     """
     check_versions()
-    import platform
-
     import tvm.s_tir
 
-    name = "tvm.s_tir.tensor_intrin"
-    if name not in sys.modules:
-        package = types.ModuleType(name)
-        package.__path__ = [str(Path(tvm.s_tir.__file__).parent / "tensor_intrin")]
-        package.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = package
+    if _PACKAGE not in sys.modules:
+        path = Path(tvm.s_tir.__file__).parent / "tensor_intrin"
+        package = types.ModuleType(_PACKAGE)
+        package.__path__ = [str(path)]
+        package.__spec__ = importlib.machinery.ModuleSpec(_PACKAGE, None, is_package=True)
+
+        def family(name: str) -> Any:
+            if not (path / f"{name}.py").is_file():
+                raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
+            return importlib.import_module(f"{_PACKAGE}.{name}")
+
+        package.__dict__["__getattr__"] = family
+        sys.modules[_PACKAGE] = package
         parent: Any = tvm.s_tir
         parent.tensor_intrin = package
-    families = _INTRINSICS.get(kind, ())
+        _set_up_with_each_context()
+    for name in _families(target):
+        importlib.import_module(f"{_PACKAGE}.{name}")
+
+
+def _set_up_with_each_context() -> None:
+    """Have every new ``TuneContext`` register the intrinsics of its target, before its rules look them up."""
+    from tvm.s_tir.meta_schedule import TuneContext
+    from tvm.target import Target
+
+    original = TuneContext.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, target: Any = None, **options: Any) -> None:
+        if target is not None and not isinstance(target, Target):
+            target = Target(target)
+        if target is not None:
+            setup_tvm(target)
+        original(self, *args, target=target, **options)
+
+    stock: Any = TuneContext
+    stock.__init__ = init
+
+
+def _families(target: Target | str) -> tuple[str, ...]:
+    if isinstance(target, str):
+        kind, triple = target, ""
+    else:
+        described: Any = target  # TVM annotates its parts as strings
+        kind, triple = described.kind.name, str(described.attrs.get("mtriple", ""))
     if kind == "llvm":
-        families = ("arm_cpu",) if platform.machine().lower() in _ARM else ("x86",)
-    for family in families:
-        importlib.import_module(f"{name}.{family}")
+        arch = (triple.partition("-")[0] or platform.machine()).lower()
+        return next((families for name, families in _LLVM.items() if arch.startswith(name)), ())
+    return _INTRINSICS.get(kind, ())

@@ -17,8 +17,9 @@ import numpy as np
 
 from pretune import env
 from pretune.compat import setup_tvm
+from pretune.messages import notice
 
-setup_tvm()
+setup_tvm()  # for this machine; each context sets up for its own target, see there
 
 from tvm.s_tir.meta_schedule.arg_info import ArgInfo  # noqa: E402
 from tvm.s_tir.meta_schedule.cost_model import PyCostModel  # noqa: E402
@@ -31,7 +32,7 @@ from pretune.hardware import detect, hardware_for_target  # noqa: E402
 from pretune.model import TaskScorer, TraceScorer, WorldModel, find_weights  # noqa: E402
 from pretune.search import Posterior, Proposal, TaskSearch  # noqa: E402
 from pretune.space import DesignSpace, TaskSpace  # noqa: E402
-from pretune.space.space import trace_to_json  # noqa: E402
+from pretune.space.trace import trace_to_json  # noqa: E402
 
 if TYPE_CHECKING:
     from tvm.s_tir.meta_schedule import TuneContext
@@ -49,7 +50,10 @@ class _Models:
         if key not in self._made:
             hardware = hardware_for_target(target, detect())
             threads = env.num_threads() or hardware.cores
-            self._made[key] = (WorldModel(find_weights(hardware, self.weights), threads), hardware)
+            weights = find_weights(hardware, self.weights)
+            if weights.notice:
+                notice(weights.notice)
+            self._made[key] = (WorldModel(weights, threads), hardware)
         return self._made[key]
 
 
@@ -66,9 +70,16 @@ class LatentSearch(PySearchStrategy):
     seed : int
     """
 
-    def __init__(self, weights: str | Path | None = None, *, batch: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        weights: str | Path | None = None,
+        *,
+        batch: int = 16,
+        seed: int = 0,
+        _models: _Models | None = None,
+    ) -> None:
         super().__init__()
-        self._models = _Models(weights)
+        self._models = _models or _Models(weights)
         self._arguments = (weights, batch, seed)
         self._batch, self._seed = batch, seed
         self._context: TuneContext | None = None
@@ -116,10 +127,11 @@ class LatentSearch(PySearchStrategy):
             self._search.update(self._pending, [_latency(r) for r in results])
         self._pending = []
 
-    # TVM wants a SearchStrategy, which only `derived_object` makes of it.
+    # `tune_relax` clones it for each task: models are shared. TVM wants a SearchStrategy, which only
+    # `derived_object` makes of it.
     def clone(self) -> LatentSearch:  # pyright: ignore[reportIncompatibleMethodOverride]
         weights, batch, seed = self._arguments
-        return LatentSearch(weights, batch=batch, seed=seed)
+        return LatentSearch(weights, batch=batch, seed=seed, _models=self._models)
 
 
 def _latency(result: Any) -> float:
