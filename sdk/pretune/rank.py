@@ -158,6 +158,7 @@ def rank(
     from pretune import env
     from pretune.hardware import detect, hardware_for_target, make_target
     from pretune.intake import load_program
+    from pretune.messages import notice
     from pretune.model import WorldModel, find_weights
 
     lines = read_traces(traces)
@@ -165,6 +166,8 @@ def rank(
     made = make_target(target, machine)
     hardware = hardware_for_target(made, machine)
     chosen = find_weights(hardware, weights)
+    if chosen.notice:
+        notice(chosen.notice)
     program = load_program(source, target=made, shapes=shapes)
     groups = choose_tasks(program.tasks, lines, op)
     model = WorldModel(chosen, env.num_threads() or machine.cores)
@@ -202,6 +205,4 @@ def _rank_task(task: Task, lines: Sequence[TraceLine], model: Any, hardware: Any
     except ValueError as error:
         raise InputError(f"{task.name}: a trace is incomplete: {error}") from error
     order = sorted(range(len(lines)), key=lambda i: -float(scores[i]))
-    return [
-        {"line": lines[i].number, "score": float(scores[i]), "latency": lines[i].latency} for i in order
-    ]
+    return [{"line": lines[i].number, "score": float(scores[i]), "latency": lines[i].latency} for i in order]

@@ -98,14 +98,19 @@ class TaskSearch:
         out: list[Proposal] = []
         chosen: list[list[np.ndarray]] = [[] for _ in self.space.spaces]
         if self._best and not greedy:
-            self._take(self._neighbours(), int(LOCAL * n), out, chosen, spread=False)
-        self._take(self._evolve(), n, out, chosen, spread=not greedy)
+            self._take(self._neighbours(), int(LOCAL * n), out, chosen, spread=False, explore=0.0)
+        explore = 0.0 if greedy else EXPLORE
+        self._take(self._evolve(explore), n, out, chosen, spread=not greedy, explore=explore)
         return out
 
     def _take(
-        self, pools: list[_Pool], n: int, out: list[Proposal], chosen: list[list[np.ndarray]], *, spread: bool
-    ) -> None:
-        """Materialise the best of `pools` until `out` holds `n`; with `spread`, close ones come last."""
+        self, pools: list[_Pool], n: int, out: list[Proposal], chosen: list[list[np.ndarray]], *,
+        spread: bool, explore: float,
+    ) -> None:  # fmt: skip
+        """Materialise the best of `pools` until `out` holds `n`; with `spread`, close ones come last.
+
+        `explore` is what the pools were scored with.
+        """
         order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * n)]
         order.sort(key=lambda item: -item[0])
         bar = order[min(len(order), 8 * n) - 1][0] if order else 0.0
@@ -130,8 +135,8 @@ class TaskSearch:
                 score, features = float(pools[k].score[i]), pools[k].features[i]
                 taken = self._row_of(k, candidate.decisions)
                 if taken is not None and (taken != row).any():
-                    # TVM took another compute location than was asked for: what was ranked is not what came out.
-                    actual = self._score(k, taken[None], explore=0.0)
+                    # TVM took another compute location than was asked for: what came out was not ranked.
+                    actual = self._score(k, taken[None], explore)
                     if actual.value[0] < bar:
                         failures += 1
                         continue
@@ -176,11 +181,12 @@ class TaskSearch:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def _evolve(self) -> list[_Pool]:
+    def _evolve(self, explore: float) -> list[_Pool]:
         spaces = self.space.spaces
         share = POPULATION // len(spaces)
         pools = [
-            self._score(k, self._unique(space.sample(share, self.rng))) for k, space in enumerate(spaces)
+            self._score(k, self._unique(space.sample(share, self.rng)), explore)
+            for k, space in enumerate(spaces)
         ]
         for _generation in range(GENERATIONS):
             values = np.concatenate([pool.value for pool in pools])
@@ -204,7 +210,7 @@ class TaskSearch:
                 )
                 fresh = self._unique(children, pool.rows)
                 if len(fresh):
-                    pools[k] = _merge(pool, self._score(k, fresh))
+                    pools[k] = _merge(pool, self._score(k, fresh, explore))
         return pools
 
     def _row_of(self, k: int, decisions: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -223,7 +229,7 @@ class TaskSearch:
                 if best
                 else design.sample(0, self.rng)
             )
-            pools.append(self._score(k, self._unique(design.mutate(rows, self.rng, rate=0.5)), explore=0.0))
+            pools.append(self._score(k, self._unique(design.mutate(rows, self.rng, rate=0.5)), 0.0))
         return pools
 
     def _feature_scale(self) -> np.ndarray:
@@ -239,7 +245,7 @@ class TaskSearch:
             scale[group] = np.sqrt(variance[group].sum()) + 1e-6
         return scale
 
-    def _score(self, k: int, rows: np.ndarray, explore: float = EXPLORE) -> _Pool:
+    def _score(self, k: int, rows: np.ndarray, explore: float) -> _Pool:
         if not len(rows):
             empty = np.zeros(0)
             return _Pool(rows, empty, np.zeros((0, 1)), empty)
