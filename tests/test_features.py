@@ -11,7 +11,7 @@ import tvm
 
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.program import read_program
-from pretune.features.schema import ACTION, ACTION_TYPES, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
+from pretune.features.schema import ACTION, ACTION_TYPES, ANNOTATION, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
 from pretune.features.state import MAX_LOOPS
 from pretune.space import TaskSpace
 from programs import TARGET, conv2d_relu, matmul, softmax
@@ -109,6 +109,39 @@ def test_an_unknown_instruction_is_encoded_and_logged_once(caplog):
     assert step.type_id == ACTION_TYPES.index("other")
     actions, _ = encoder.encode(design.decisions(design.sample(3, np.random.default_rng(0))))
     assert all(np.isfinite(a).all() for a in actions)
+
+
+def test_what_a_generic_instruction_makes_can_be_referred_to(caplog, monkeypatch):
+    from pretune.features import actions
+
+    monkeypatch.setattr(actions, "_unresolved", set())
+    mod = matmul()
+    design = TaskSpace.generate(mod, TARGET).spaces[0]
+    insts = json.loads(json.dumps(design.insts))
+    block = insts[0][3][0]
+    insts += [
+        ["GetLoops", [block], [], ["l90", "l91", "l92"]],
+        ["Blockize", ["l91"], [1], ["b90"]],
+        ["Annotate", ["b90", 3], ["some_key"], []],
+        ["GetSBlock", [], ["root", "main"], ["b91"]],
+        ["GetChildBlocks", ["l92"], [], ["b92"]],
+        ["Annotate", ["b92", 3], ["some_key"], []],
+        ["Annotate", ["b91", 3], ["some_key"], []],
+    ]
+    with caplog.at_level(logging.INFO):
+        encoder = ActionEncoder(read_program(mod["main"]), insts, cores=2)
+    assert not caplog.records
+    names = [step.name for step in encoder.steps]
+    decisions = design.decisions(design.sample(1, np.random.default_rng(0)))
+    rows = [a[0] for a in encoder.encode(decisions)[0]]
+    at = names.index("Blockize")
+    share = len(ACTION) - len(ANNOTATION) - 1
+    assert [rows[at + k][share] > 0 for k in (1, 2, 3)] == [True, True, False]  # the last is the root
+
+    insts += [["Annotate", ["b99", 3], ["some_key"], []]] * 2
+    with caplog.at_level(logging.INFO):
+        ActionEncoder(read_program(mod["main"]), insts, cores=2)
+    assert [r.message.split()[1] for r in caplog.records] == ["Annotate"]
 
 
 def test_every_instruction_of_a_cuda_space_has_a_type():

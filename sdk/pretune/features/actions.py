@@ -46,9 +46,14 @@ from pretune.features.schema import (
     SUMMARY,
 )
 from pretune.features.state import describe_loop
+from pretune.space.slots import INLINE, ROOT
 
 _log = logging.getLogger(__name__)
 _warned: set[str] = set()
+_unresolved: set[str] = set()
+
+_ROOT_BLOCK = object()
+"""What a reference to the root block names: not a nest, but not nothing either."""
 
 _AT_NEST = 0
 _AT_LOOP = _AT_NEST + len(NEST)
@@ -181,6 +186,7 @@ class ActionEncoder:
     # -- following the trace ---------------------------------------------------------------------------------
 
     def _instruction(self, name: str, inputs: list, attrs: list, outputs: list) -> None:
+        self._look_up(name, inputs)
         handler = getattr(self, "_do_" + name.lower(), None)
         before = self._slot
         if handler is not None:
@@ -192,8 +198,18 @@ class ActionEncoder:
         if name.startswith("Sample") and self._slot == before:
             self._slot += 1
 
+    def _look_up(self, name: str, inputs: list) -> None:
+        """Say so, once per kind of instruction, if a reference names nothing: less is known of the action."""
+        references = (i for i in _flat(inputs) if isinstance(i, str) and not _is_text(i))
+        if name not in _unresolved and any(self._values.get(i) is None for i in references):
+            _unresolved.add(name)
+            _log.info("instruction %s refers to something that this version cannot follow", name)
+
     def _generic(self, name: str, inputs: list, attrs: list, outputs: list) -> None:
-        """An instruction without a rule of its own: its type, the block and the loop that it names."""
+        """An instruction without a rule of its own: its type, the block and the loop that it names.
+
+        What it makes goes by the names of these, so that later instructions refer to something.
+        """
         if name not in ACTION_TYPES and name not in _warned:
             _warned.add(name)
             _log.warning("instruction %s is not known to this version: encoded by what it names only", name)
@@ -202,12 +218,19 @@ class ActionEncoder:
         loop = next((v for v in named if isinstance(v, NestLoop)), None)
         values = [a for a in attrs if isinstance(a, int | float) and not isinstance(a, bool)]
         self._add(name, block=block, loop=loop, value=const(abs(values[0])) if values else None)
+        if block is None:
+            block = next((n for n in self._nests if not n.gone and loop in n.loops), None)
+        if loop is None and block is not None and block.loops:
+            loop = block.loops[-1]
+        # TVM's JSON tells blocks, loops and numbers apart by their names: b0, l1, v2.
+        made = {"b": block, "l": loop}
+        self._values.update((out, made[out[0]]) for out in outputs if out[0] in made)
 
     def _nest_by_name(self, name: str) -> Nest | None:
         return next((n for n in self._nests if n.name == name and not n.gone), None)
 
     def _do_getsblock(self, inputs: list, attrs: list, outputs: list) -> None:
-        self._values[outputs[0]] = self._nest_by_name(attrs[0])
+        self._values[outputs[0]] = _ROOT_BLOCK if attrs[0] == "root" else self._nest_by_name(attrs[0])
 
     _do_getblock = _do_getsblock
 
@@ -225,6 +248,22 @@ class ActionEncoder:
     def _do_getproducers(self, inputs: list, attrs: list, outputs: list) -> None:
         for out, nest in zip(outputs, self._producers(self._values.get(inputs[0])), strict=False):
             self._values[out] = nest
+
+    def _do_getchildblocks(self, inputs: list, attrs: list, outputs: list) -> None:
+        parent = self._values.get(inputs[0])
+        children = [n for n in self._nests if not n.gone]
+        if isinstance(parent, NestLoop):
+            children = [n for n in children if parent in n.loops]
+        elif parent is not _ROOT_BLOCK:  # a block made of a part of a nest still is that nest here
+            children = [parent] if isinstance(parent, Nest) else []
+        self._name(outputs, children)
+
+    def _do_getoutputblocks(self, inputs: list, attrs: list, outputs: list) -> None:
+        self._name(outputs, [n for n in self._nests if not n.gone and n.written and not self._consumers(n)])
+
+    def _name(self, outputs: list, blocks: list[Nest]) -> None:
+        if len(outputs) == len(blocks):  # else it is not known which is which
+            self._values.update(zip(outputs, blocks, strict=True))
 
     def _consumers(self, nest: Any) -> list[Nest]:
         if not isinstance(nest, Nest) or nest.written is None:
@@ -540,7 +579,7 @@ def _is_text(value: Any) -> bool:
 def _depth(location: _Location) -> Extent:
     if location.slot is None:
         return const(location.depth)
-    return slot_value(location.slot, 0)  # -1 and -2 (top, inlined) match no position
+    return slot_value(location.slot, 0)  # ROOT and INLINE match no position
 
 
 def _inline_into(nest: Nest, consumer: Nest) -> None:
@@ -662,8 +701,8 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
             cut = _shared(cut, holder.depth)
         holder = holder.anchor
     if location.slot is not None:
-        nest.inlined = Extent(lambda env: np.equal(env.get(where), -2).astype(np.float32), where.slots)
-        nest.at_root = Extent(lambda env: np.equal(env.get(where), -1).astype(np.float32), where.slots)
+        nest.inlined = Extent(lambda env: np.equal(env.get(where), INLINE).astype(np.float32), where.slots)
+        nest.at_root = Extent(lambda env: np.equal(env.get(where), ROOT).astype(np.float32), where.slots)
 
 
 def _shared(cut: Extent, depth: Extent) -> Extent:
@@ -671,7 +710,7 @@ def _shared(cut: Extent, depth: Extent) -> Extent:
 
     def evaluate(env: Env) -> Value:
         a, b = env.get(cut), env.get(depth)
-        return np.where(a <= b, a, -1.0)
+        return np.where(a <= b, a, float(ROOT))
 
     return Extent(evaluate, cut.slots | depth.slots)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Linear = dict[Any, float]
@@ -91,8 +91,6 @@ class Block:
     has_init: bool
     is_reduce: bool
     guarded: bool = False
-    itemsize: float = 4.0
-    inlined: list[str] = field(default_factory=list)
 
     @property
     def points(self) -> float:
@@ -291,7 +289,6 @@ class _Reader:
         block.loops = list(self.loops)
         self._access(block, stmt.buffer, stmt.indices, True)
         self._expr(block, stmt.value)
-        block.itemsize = self._buffer(stmt.buffer).itemsize
 
     def _evaluate(self, stmt: Any) -> None:
         if self.current is not None:

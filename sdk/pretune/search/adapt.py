@@ -19,6 +19,8 @@ FAILED = 1.5
 _LENGTHS = (0.6, 1.2, 2.4)
 _SIGNALS = (0.1, 0.3, 0.8)
 _NOISES = (0.03, 0.1)
+_SLOPE, _SLOPE_PRECISION = 0.8, 30.0
+"""Prior of the score's slope: the ranker is trained such that its scores have the scale of log latency."""
 
 
 class Posterior:
@@ -39,9 +41,6 @@ class Posterior:
         self._x = np.zeros((0, 0))
         self._latency = np.zeros(0)
         self._fit: tuple | None = None
-
-    def __len__(self) -> int:
-        return len(self._latency)
 
     def update(self, score: np.ndarray, embedding: np.ndarray, latency: np.ndarray) -> None:
         """Add trials.
@@ -67,9 +66,9 @@ class Posterior:
             return score.astype(np.float64), np.zeros(len(score))
         if self._fit is None:
             self._fit = self._fit_hyperparameters()
-        keep, centre, scale, beta, length, signal, chol, alpha = self._fit
+        kept, centre, scale, beta, length, signal, chol, alpha = self._fit
         x = (embedding - centre) / scale
-        k = _kernel(x, keep[0], length, signal)
+        k = _kernel(x, kept, length, signal)
         mean = beta[0] + beta[1] * score + k @ alpha
         # |chol^-1 k|^2, solved for all candidates at once.
         v = np.linalg.solve(chol, k.T)
@@ -106,19 +105,22 @@ class Posterior:
                     except LinAlgError:
                         continue
                     wd, wy = np.linalg.solve(chol, design), np.linalg.solve(chol, y)
-                    # A weak prior keeps the slope positive and near one where trials are few.
-                    prior = np.diag([1e-4, 1.0])
-                    beta = np.linalg.solve(wd.T @ wd + prior, wd.T @ wy + prior @ np.array([0.0, 0.5]))
+                    # The first trials are the best-ranked: within them scores hardly differ, and a free slope
+                    # would make the worst-ranked candidates look as good as the best.
+                    prior = np.diag([1e-4, _SLOPE_PRECISION])
+                    beta = np.linalg.solve(wd.T @ wd + prior, wd.T @ wy + prior @ np.array([0.0, _SLOPE]))
                     residual = wy - wd @ beta
                     evidence = (
-                        -0.5 * residual @ residual - np.log(np.diag(chol)).sum() - 0.5 * (beta[1] - 0.5) ** 2
+                        -0.5 * residual @ residual
+                        - np.log(np.diag(chol)).sum()
+                        - 0.5 * _SLOPE_PRECISION * (beta[1] - _SLOPE) ** 2
                     )
                     if best_fit is None or evidence > best_fit[0]:
                         alpha = np.linalg.solve(chol.T, residual)
                         best_fit = (evidence, beta, length, signal, chol, alpha)
         assert best_fit is not None  # noise on the diagonal makes at least one factorisation exist
         _evidence, beta, length, signal, chol, alpha = best_fit
-        return (x,), centre, scale, beta, length, signal, chol, alpha
+        return x, centre, scale, beta, length, signal, chol, alpha
 
     def _kept(self, y: np.ndarray) -> np.ndarray:
         if len(y) <= MAX_POINTS:
