@@ -79,6 +79,15 @@ def main() -> None:
     """Auto-tuning of tensor programs with pretrained world models, on top of TVM."""
 
 
+def _only_once(_ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> str | None:
+    """An option whose repetition would silently win over what came first."""
+    if len(values) > 1:
+        raise OptionError(
+            f"--{parameter.name} is given {len(values)} times; one pattern may match several names"
+        )
+    return values[0] if values else None
+
+
 _shape = click.option("--shape", "shapes", multiple=True, metavar="NAME=1x3x..", help="Shape of an input.")
 _target = click.option("--target", default="native", show_default=True, help='Such as "llvm -mcpu=znver4".')
 _weights = click.option("--weights", metavar="DIR", help="Weights folder, in place of the installed one.")
@@ -91,7 +100,13 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdo
 @_shape
 @_target
 @click.option("--trials", type=int, help=f"Measured per task; 0: none. [default: {DEFAULT_TRIALS}]")
-@click.option("--op", metavar="GLOB", help="Tune only tasks with such names, as in '*conv2d*'.")
+@click.option(
+    "--op",
+    metavar="GLOB",
+    multiple=True,
+    callback=_only_once,
+    help="Tune only tasks with such names, as in '*conv2d*'.",
+)
 @click.option("--out", metavar="DIR", help="Results; an earlier run there is resumed [default: pretune-out].")
 @_weights
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all sampling.")
@@ -401,7 +416,8 @@ def _show_result(result: TuneResult, console: Console) -> None:
         )
     for notice in result.notices:
         console.print(f"notice: {escape(notice)}", soft_wrap=True)
-    files = ["result.json", "records.jsonl", "database/"] + (["model.so"] if result.library else [])
+    names = ["result.json", "records.jsonl", "database/"] + (["model.so"] if result.library else [])
+    files = [name for name in names if (result.out / name).exists()]
     console.print(f"results: {escape(str(result.out))}/ ({', '.join(files)})", soft_wrap=True)
     if result.library:
         use = f'tvm.relax.VirtualMachine(tvm.runtime.load_module("{result.library}"), tvm.cpu())["main"](x)'

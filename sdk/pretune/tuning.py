@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -380,6 +381,7 @@ class _TaskRun:
             restore(search, measured)
             self._search(search, _programs(self.task, measured))
         self.result.trials = self.trials
+        self._note_failures()
         self._decide()
 
     def _search(self, search: TaskSearch, known: set[int]) -> None:
@@ -392,6 +394,15 @@ class _TaskRun:
             proposals = [p for p in proposals if p.candidate.shash not in known]
             latencies = self._measure(proposals, [p.candidate.mod for p in proposals])
             search.update(proposals, latencies)
+
+    def _note_failures(self) -> None:
+        """Say so when many trials failed: what they would have found is missing."""
+        kinds = Counter(
+            r.error_kind for r in self._mine() if r.kind == "trial" and r.trace is not None and not r.ok
+        )
+        if 4 * kinds.total() >= self.trials > 0:
+            listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+            self._note(f"{self.task.name}: {kinds.total()} of {self.trials} trials failed ({listed})")
 
     def _mine(self) -> list[Record]:
         return [r for r in self.shared.records if r.task_id == self.task.task_id and r.target_key == self.key]
