@@ -180,6 +180,10 @@ class Built:
         return tuple(map(float, timer(*args).results))
 
 
+HICCUP_S = 0.02
+"""Threads that wait for a core on a busy machine lose whole ticks of the scheduler, 4 ms each."""
+
+
 def time_candidate(built: Built, args: list[Any], limit: float) -> Done:
     """Time one candidate: a cold call, a warm one that decides, then `REPEATS` repeats of `REPEAT_S`.
 
@@ -189,7 +193,7 @@ def time_candidate(built: Built, args: list[Any], limit: float) -> Done:
     if cold > max(limit, 1.0):
         return Done(latencies=(cold,), stopped_early=True, number=1)
     warm = built.call(args)
-    if limit < warm < 1e-3:  # a hiccup of the machine shows up in one call of a fast candidate, not in three
+    if limit < warm < HICCUP_S:  # shows up in one call of a fast candidate, not in three
         warm = min(warm, built.call(args), built.call(args))
     if warm > max(limit, FLOOR_S):
         return Done(latencies=(warm,), stopped_early=True, number=1)
