@@ -187,13 +187,13 @@ HICCUP_S = 0.02
 def time_candidate(built: Built, args: list[Any], limit: float) -> Done:
     """Time one candidate: a cold call, a warm one that decides, then `REPEATS` repeats of `REPEAT_S`.
 
-    Ordinary candidates take under 50 ms in all, slow ones two calls.
+    Ordinary candidates take under 50 ms in all, slow ones two to four calls.
     """
     cold = built.call(args)
     if cold > max(limit, 1.0):
         return Done(latencies=(cold,), stopped_early=True, number=1)
     warm = built.call(args)
-    if limit < warm < HICCUP_S:  # shows up in one call of a fast candidate, not in three
+    if limit < warm < HICCUP_S:  # a hiccup of the machine shows up in one call, not in three
         warm = min(warm, built.call(args), built.call(args))
     if warm > max(limit, FLOOR_S):
         return Done(latencies=(warm,), stopped_early=True, number=1)
