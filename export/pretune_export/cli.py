@@ -115,10 +115,11 @@ def suite(suite_file: Path, out: Path, target: str) -> None:
 @click.option(
     "--model", type=FOLDER, help="Weights folder that proposes the candidates of every other round."
 )
+@click.option("--serial", is_flag=True, help="Time every candidate on one thread as well.")
 @click.option("--seed", type=int, default=0, show_default=True)
 def collect(
     corpus_file: Path, out: Path, target: str, minutes: float, random_: int, mutated: int, rounds: int,
-    model: Path | None, seed: int,
+    model: Path | None, serial: bool, seed: int,
 ) -> None:  # fmt: skip
     """Measure schedules of the tasks in CORPUS on this machine; appends to OUT and resumes there."""
     import random
@@ -131,7 +132,7 @@ def collect(
     tasks = list(load_corpus(corpus_file))
     random.Random(seed).shuffle(tasks)
     propose = model_proposals(model, hardware) if model else None
-    options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed)
+    options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed, serial=serial)
     with MeasurePool(made, build_timeout=8.0, run_timeout=8.0) as pool:
         collector = Collector(made, out, options, pool, propose)
         click.echo(collector.run(tasks, time.time() + 60 * minutes))

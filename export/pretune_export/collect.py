@@ -50,6 +50,8 @@ class CollectOptions:
     seed : int
     slow_factor : float
         A candidate this many times slower than the task's best is timed once only.
+    serial : bool
+        Time every candidate on one thread as well.
     """
 
     random: int = 24
@@ -58,6 +60,7 @@ class CollectOptions:
     elite: int = 4
     seed: int = 0
     slow_factor: float = 8.0
+    serial: bool = False
 
 
 @dataclass
@@ -162,6 +165,7 @@ class Collector:
                         "decisions": [d.tolist() for d in candidate.decisions],
                         "ok": result.ok,
                         "latencies": list(result.latencies),
+                        "serial_latencies": list(result.serial_latencies),
                         "error_kind": result.error_kind,
                         "build_s": round(result.build_s, 4),
                         "policy": policy,
@@ -178,7 +182,10 @@ class Collector:
         for attempt in range(3):
             before = self.pool.calibrate()
             results = self.pool.measure(
-                [c.mod for c in batch], best=best, slow_factor=self.options.slow_factor
+                [c.mod for c in batch],
+                best=best,
+                slow_factor=self.options.slow_factor,
+                serial=self.options.serial,
             )
             after = self.pool.calibrate()
             if abs(after / before - 1) <= MAX_DRIFT or attempt == 2:

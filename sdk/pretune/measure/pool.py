@@ -113,6 +113,7 @@ class MeasurePool:
         *,
         best: float | None = None,
         slow_factor: float = SLOW_FACTOR,
+        serial: bool = False,
         on_result: Callable[[int, Measured], None] | None = None,
     ) -> list[Measured]:
         """Build and time candidates.
@@ -124,6 +125,8 @@ class MeasurePool:
         best : float, optional
             The best latency known, in seconds: a candidate more than `slow_factor` times slower is stopped
             early, and it improves with every candidate. Without it, candidates above 0.05 s are.
+        serial : bool
+            Time every candidate on one thread as well: one build, a second label.
         on_result : callable, optional
             Called with the position and result of each candidate as soon as it is known, before the next one
             is timed. If it raises, the exception passes through.
@@ -155,7 +158,7 @@ class MeasurePool:
                         time.sleep(worker.SPIN_S)
                         for job, build_s in list(one.built.values()):
                             limit = worker.ABSOLUTE_LIMIT_S if best is None else best * slow_factor
-                            answer = self._call(one, worker.Time(job.index, limit), self.run_timeout)
+                            answer = self._call(one, worker.Time(job.index, limit, serial), self.run_timeout)
                             if answer is None:  # it had died before: what it had built is lost
                                 break
                             finish(job, _timed(answer, build_s))
@@ -463,6 +466,7 @@ def _timed(answer: Answer, build_s: float) -> Measured:
     if isinstance(answer, worker.Done):
         return Measured(
             latencies=answer.latencies,
+            serial_latencies=answer.serial_latencies,
             build_s=build_s,
             run_s=answer.seconds,
             stopped_early=answer.stopped_early,

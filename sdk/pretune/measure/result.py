@@ -17,6 +17,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     latencies : tuple of float
         Seconds per call, one for each repeat; empty if the candidate failed.
+    serial_latencies : tuple of float
+        Seconds per call on one thread, where that was asked for.
     build_s : float
         Seconds spent compiling it.
     run_s : float
@@ -31,6 +33,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     latencies: tuple[float, ...] = ()
+    serial_latencies: tuple[float, ...] = ()
     build_s: float = 0.0
     run_s: float = 0.0
     stopped_early: bool = False

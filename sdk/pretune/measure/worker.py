@@ -55,10 +55,14 @@ class Build(Request, frozen=True):
 
 
 class Time(Request, frozen=True):
-    """Time a built candidate and drop it. `limit` in seconds per call; infinite for none."""
+    """Time a built candidate and drop it. `limit` in seconds per call; infinite for none.
+
+    With `serial`, once more on one thread.
+    """
 
     index: int
     limit: float
+    serial: bool = False
 
 
 class Repeat(Request, frozen=True):
@@ -101,6 +105,7 @@ class Done(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 
     seconds: float = 0.0
     latencies: tuple[float, ...] = ()
+    serial_latencies: tuple[float, ...] = ()
     stopped_early: bool = False
     number: int = 0
     arrays: tuple[Array, ...] = ()
@@ -213,22 +218,29 @@ class Worker:
     def __init__(self, target: str, num_threads: int) -> None:
         self.everywhere = os.sched_getaffinity(0)
         self.cores = pick_cores(num_threads)
+        self.num_threads = num_threads
         self.bound = env.bind_threads() and len(self.cores) == num_threads
         os.environ["TVM_BIND_THREADS"] = "1" if self.bound else "0"
 
         import tvm
 
-        if self.bound:
-            one_core_per_thread = -2
-            tvm.get_global_func("runtime.config_threadpool")(
-                one_core_per_thread, num_threads, [str(core) for core in self.cores]
-            )
+        self.configure: Any = tvm.get_global_func("runtime.config_threadpool")
+        self.use_threads(num_threads)
         self.target: Any = tvm.ir.load_json(target)
         kind = self.target.kind.name
         self.device = tvm.runtime.device("cpu" if kind in ("llvm", "c") else kind)
         self.built: dict[int, Built] = {}
         self.arguments: OrderedDict[Any, list[Any]] = OrderedDict()
         self.kernel: Built | None = None
+
+    def use_threads(self, count: int) -> None:
+        """Have candidates run on `count` threads."""
+        if self.bound:
+            one_core_per_thread = -2
+            self.configure(one_core_per_thread, count, [str(core) for core in self.cores[:count]])
+        elif count != self.num_threads:
+            fast_cores = 1
+            self.configure(fast_cores, count)
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
@@ -270,7 +282,10 @@ class Worker:
                 built = self.built.pop(request.index)
                 args = self.arrays(built)
                 with self.pinned():
-                    return time_candidate(built, args, request.limit)
+                    done = time_candidate(built, args, request.limit)
+                    if request.serial:
+                        done.serial_latencies = self.time_serially(built, args, request.limit)
+                    return done
             case Repeat():
                 built = self.built[request.index]
                 args = self.arrays(built)
@@ -291,6 +306,14 @@ class Worker:
                 args = self.arrays(self.kernel)
                 with self.pinned():
                     return Done(latencies=self.kernel.evaluate(args, 1, 60), number=1)
+
+    def time_serially(self, built: Built, args: list[Any], limit: float) -> tuple[float, ...]:
+        """Latencies on one thread; `limit` is that of all threads."""
+        self.use_threads(1)
+        try:
+            return time_candidate(built, args, limit * self.num_threads).latencies
+        finally:
+            self.use_threads(self.num_threads)
 
     def outputs(self, request: Outputs) -> Done:
         """Call once on fresh seeded arrays."""
