@@ -15,6 +15,22 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "pretune"
 
 
+def own_weights_dir() -> Path:
+    """Folder of the weights that were fine-tuned on this machine: ``pretune/weights`` of the XDG data folder."""
+    base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(base).expanduser() / "pretune" / "weights"
+
+
+def hub_org() -> str:
+    """Organisation on the hub that publishes the weights: ``PRETUNE_HUB_ORG``, else ``pretune``."""
+    return os.environ.get("PRETUNE_HUB_ORG") or "pretune"
+
+
+def lock_file() -> Path:
+    """File that pins weights to revisions: ``PRETUNE_LOCK``, else ``pretune.lock`` in the current folder."""
+    return Path(os.environ.get("PRETUNE_LOCK") or "pretune.lock").expanduser()
+
+
 def num_threads() -> int | None:
     """Threads for ONNX Runtime and for measuring: ``PRETUNE_NUM_THREADS``; None means detect."""
     value = os.environ.get("PRETUNE_NUM_THREADS")

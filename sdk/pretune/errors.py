@@ -39,6 +39,12 @@ class WeightsError(PretuneError, ValueError):
     exit_code = 3
 
 
+class HubError(PretuneError, OSError):
+    """The hub cannot be reached, refuses, or does not hold what was asked for."""
+
+    exit_code = 8
+
+
 class MissingExtraError(PretuneError, ImportError):
     """A command needs a package of an optional extra.
 
