@@ -123,7 +123,7 @@ def test_a_file_that_is_no_model(tmp_path, weights, contents, said):
         (["--shape", "image"], "is not NAME=DIMxDIM"),
         (["--target", "llvm -mcpu=znver44"], "LLVM does not know the CPU 'znver44'; similar names: znver4"),
         (["--target", "gpu"], "target kind 'gpu' is not supported"),
-        (["--op", "*conv3d*"], "no task matches '*conv3d*'; tasks are: "),
+        (["--op", "*conv3d*"], " and 1 more; pretune tune INPUT --trials 0 --out DIR lists all"),
         (["--trials", "-1"], "--trials -1 is not a number of trials"),
         (["--trials", "many"], "'many' is not a valid integer"),
         (["--seed", "-1"], "--seed -1 is negative"),
@@ -405,6 +405,8 @@ def test_doctor():
     assert found["tvm"]["usable"] and found["cores"]["use"] >= 1
     result = CliRunner().invoke(main, ["doctor"])
     assert found["hardware"]["microarch"] in result.stdout and result.stderr == ""
+    assert all(line == line.rstrip() for line in result.stdout.splitlines())
+    assert "measured: measured" not in result.stdout and "measured, measured" not in result.stdout
 
 
 def test_help_loads_nothing_heavy():

@@ -380,9 +380,15 @@ def _print(value: dict[str, Any], as_json: bool, show: Callable[[Console], None]
     from rich.console import Console
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=140, highlight=False)  # a file or a pipe: names are not cut to 80 columns
-    show(console)
+    if console.is_terminal:
+        show(console)
+        return
+    # A file or a pipe: names are not cut to 80 columns, and no line ends in the padding of its cells.
+    console = Console(width=140, highlight=False)
+    with console.capture() as capture:
+        show(console)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip())
 
 
 def _show_result(result: TuneResult, console: Console) -> None:

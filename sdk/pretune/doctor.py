@@ -127,7 +127,7 @@ def render(report: Mapping[str, Any]) -> Group:
     row("weights", f"{weights['path']} ({weights['why']})" if weights["path"] else "none")
     for item in weights["considered"]:
         taken = "yes" if item["accepted"] else "no "
-        row("", f"{taken}  {item['name']}: {item['coverage']}, {item['reason']}")
+        row("", f"{taken}  {item['name']}: {item['described']}")
     if weights["notice"]:
         row("", f"notice: {weights['notice']}")
     if not report["problems"]:
@@ -146,7 +146,7 @@ def _weights(hardware: Hardware) -> dict[str, Any]:
         shipped = model.shipped_folder()
         folders = sorted(path for path in shipped.iterdir() if path.is_dir()) if shipped else []
         found["considered"] = [
-            {name: str(getattr(item, name)) for name in ("name", "path", "coverage", "reason")}
+            {name: str(getattr(item, name)) for name in ("name", "path", "coverage", "reason", "described")}
             | {"accepted": item.accepted}
             for item in model.consider(hardware, folders)
         ]

@@ -200,6 +200,8 @@ def select_tasks(tasks: Sequence[Task], pattern: str | None) -> tuple[Task, ...]
     chosen = tuple(task for task in tasks if fnmatch.fnmatchcase(task.name, pattern))
     if not chosen:
         names = sorted({task.name for task in tasks})
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        shown = ", ".join(names[:8])
+        if len(names) > 8:
+            shown += f" and {len(names) - 8} more; pretune tune INPUT --trials 0 --out DIR lists all"
         raise OptionError(f"no task matches {pattern!r}; tasks are: {shown}")
     return chosen

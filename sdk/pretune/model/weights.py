@@ -131,6 +131,11 @@ class Considered:
     reason: str
     level: int = 0
 
+    @property
+    def described(self) -> str:
+        """Coverage and reason for people, where the reason does not name the coverage itself."""
+        return self.reason if self.reason.startswith(self.coverage) else f"{self.coverage}: {self.reason}"
+
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(p) for p in text.split(".") if p.isdigit())
@@ -314,7 +319,7 @@ def find_weights(hardware: Hardware, explicit: Path | str | None = None) -> Weig
     considered = consider(hardware, sorted(p for p in shipped.iterdir() if p.is_dir()) if shipped else [])
     if considered and considered[0].accepted:
         best = considered[0]
-        return _with_notice(load_weights(best.path, f"{best.coverage}: {best.reason}"), best)
+        return _with_notice(load_weights(best.path, best.described), best)
     table = "; ".join(f"{c.name}: {c.reason}" for c in considered) or "no weights are installed"
     raise WeightsError(
         f"no weights for {hardware.microarch} ({hardware.isa_level or hardware.arch}): {table}; give a "
