@@ -35,9 +35,10 @@ check_versions()
 
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target  # noqa: E402
 from pretune.hardware.target import check_runs_here  # noqa: E402
+from pretune.hub import find_weights  # noqa: E402
 from pretune.intake import Program, Task, load_program, select_tasks  # noqa: E402
 from pretune.measure import MeasurePool  # noqa: E402
-from pretune.model import TaskScorer, WorldModel, find_weights  # noqa: E402
+from pretune.model import TaskScorer, WorldModel  # noqa: E402
 from pretune.records import (  # noqa: E402
     Record,
     RunFolder,
@@ -184,6 +185,7 @@ def tune(
     op: str | None = None,
     out: str | Path = "pretune-out",
     weights: str | Path | None = None,
+    pull: bool = False,
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> TuneResult:
@@ -205,7 +207,10 @@ def tune(
     out : str or Path
         Output folder. An earlier run there is resumed: nothing is measured twice.
     weights : str or Path, optional
-        Weights folder; by default the installed one that covers the hardware best.
+        Weights folder, or a repository on the hub as ``ORG/NAME`` or ``ORG/NAME@REVISION``; by default those
+        on this machine that cover the hardware best.
+    pull : bool
+        Whether weights that are needed but not here may be downloaded; see `pretune.hub.find_weights`.
     seed : int
         Seed of all sampling.
     on_progress : callable, optional
@@ -219,6 +224,8 @@ def tune(
     ------
     InputError, TargetError, WeightsError, OutputError, OptionError
         For what was given.
+    HubError
+        If weights are to be pulled, and cannot be.
     NothingTunedError
         If every task failed; the message is the first failure.
     """
@@ -230,7 +237,7 @@ def tune(
     if trials:
         check_runs_here(made, machine)
     hardware = hardware_for_target(made, machine)
-    chosen = find_weights(hardware, weights)
+    chosen = find_weights(hardware, weights, pull=pull)
     program = load_program(source, target=made, shapes=shapes)
     tasks = select_tasks(program.tasks, op)
     with RunFolder(out) as folder, contextlib.ExitStack() as stack:
@@ -263,11 +270,11 @@ def tune(
     return result
 
 
-def load(weights: str | Path | None = None, *, target: Any = "native") -> WorldModel:
-    """The world model for a target: the given weights folder, or the installed one that covers it best."""
+def load(weights: str | Path | None = None, *, target: Any = "native", pull: bool = False) -> WorldModel:
+    """The world model for a target; see `tune` for `weights` and `pull`."""
     machine = detect()
     hardware = hardware_for_target(make_target(target, machine), machine)
-    chosen = find_weights(hardware, weights)
+    chosen = find_weights(hardware, weights, pull=pull)
     if chosen.notice:
         notice(chosen.notice)
     return WorldModel(chosen, env.num_threads() or machine.cores)
