@@ -157,7 +157,7 @@ def rank(
     """
     from pretune import env
     from pretune.hardware import detect, hardware_for_target, make_target
-    from pretune.hub import find_weights
+    from pretune.hub.sources import find_weights
     from pretune.intake import load_program
     from pretune.messages import notice
     from pretune.model import WorldModel

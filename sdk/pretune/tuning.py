@@ -35,7 +35,7 @@ check_versions()
 
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target  # noqa: E402
 from pretune.hardware.target import check_runs_here  # noqa: E402
-from pretune.hub import find_weights  # noqa: E402
+from pretune.hub.sources import find_weights  # noqa: E402
 from pretune.intake import Program, Task, load_program, select_tasks  # noqa: E402
 from pretune.measure import MeasurePool  # noqa: E402
 from pretune.model import TaskScorer, WorldModel  # noqa: E402
@@ -210,7 +210,7 @@ def tune(
         Weights folder, or a repository on the hub as ``ORG/NAME`` or ``ORG/NAME@REVISION``; by default those
         on this machine that cover the hardware best.
     pull : bool
-        Whether weights that are needed but not here may be downloaded; see `pretune.hub.find_weights`.
+        Whether weights that are needed but not here may be downloaded; see `pretune.hub.sources.find_weights`.
     seed : int
         Seed of all sampling.
     on_progress : callable, optional

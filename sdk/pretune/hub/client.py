@@ -120,7 +120,7 @@ def explain(error: BaseException, what: str, endpoint: str) -> str:
         return f"{what}: cannot write {error.filename}; set PRETUNE_CACHE to a folder that can be written"
     if "Consistency check failed" in str(error):
         return f"{what}: the file came incomplete; run it again"
-    return f"{what}: {one_line(error)}"
+    return f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}"
 
 
 def _explain_status(error: BaseException, status: int, endpoint: str) -> str:
@@ -133,14 +133,15 @@ def _explain_status(error: BaseException, status: int, endpoint: str) -> str:
         return "there is no such revision; pretune hub info lists the versions of a repository"
     if is_named(error, "EntryNotFoundError"):
         return "the repository lacks this file; tell its owner, or pull another version: --revision"
-    if is_named(error, "RepositoryNotFoundError"):
+    if is_named(error, "RepositoryNotFoundError") or status == 401:  # the hub does not tell which
         return (
             f"{endpoint} has no such repository, or it is private; check the name (pretune hub ls), "
             "or log in: hf auth login"
         )
-    if status in (401, 403):
-        reason = f"{status}: {said}" if said else str(status)
-        return f"{endpoint} refuses ({reason}); use a token that may do this: --token, or hf auth login"
+    if status == 403:
+        return f"{endpoint} refuses ({said or 403}); use a token that may do this: --token, or hf auth login"
+    if status == 412:
+        return "somebody has changed the repository meanwhile; look at it, and run this again"
     if status == 429:
         seconds = _retry_after(error)
         when = f"in {seconds:.0f} s" if seconds is not None else "later"
