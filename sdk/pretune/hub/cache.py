@@ -20,7 +20,9 @@ from pathlib import Path
 import msgspec
 
 from pretune import env
+from pretune.errors import WeightsError
 from pretune.hub.integrity import Fault, check_folder, sha256_of
+from pretune.model.weights import Weights, load_weights
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -119,6 +121,22 @@ def check(item: Cached) -> list[Fault]:
     if manifest.is_file() and not manifest.is_symlink() and sha256_of(manifest) != item.record.manifest:
         return [Fault("manifest.json", "not the one that was pulled")]
     return check_folder(item.path)
+
+
+def load(item: Cached, why: str) -> Weights:
+    """The weights of a revision, after a look at its manifest, and at what has changed since it was checked.
+
+    Raises
+    ------
+    WeightsError
+        As `load_weights`.
+    """
+    manifest = item.path / "manifest.json"
+    if not manifest.is_file() or sha256_of(manifest) != item.record.manifest:
+        raise WeightsError(
+            f"{manifest}: not the one that was pulled; run: pretune hub verify --repair {item.path}"
+        )
+    return load_weights(item.path, why, item.record.stamps)
 
 
 def size_of(folder: Path) -> int:

@@ -14,9 +14,6 @@ from pretune.messages import notice
 from pretune.output import print_result, to_stderr
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from pretune.hardware import Hardware
     from pretune.hub.client import Hub
     from pretune.hub.sources import Considered
@@ -57,8 +54,10 @@ def _on_a_machine(command: Callable[..., None]) -> Callable[..., None]:
 @_options
 def ls(target: str, description: str | None, as_json: bool, endpoint: str | None, token: str | None) -> None:
     """List weights here and on the hub, and how they cover this machine."""
+    from pretune.hub import show
+
     found = _look(target, description, endpoint, token)
-    print_result(found, as_json, lambda console: _show_list(found, console))
+    print_result(found, as_json, lambda console: show.targets(found, console))
 
 
 @hub.command()
@@ -68,8 +67,10 @@ def explain(
     target: str, description: str | None, as_json: bool, endpoint: str | None, token: str | None
 ) -> None:
     """Say which weights a machine would use, and why not the others."""
+    from pretune.hub import show
+
     found = _look(target, description, endpoint, token)
-    print_result(found, as_json, lambda console: _show_reasons(found, console))
+    print_result(found, as_json, lambda console: show.reasons(found, console))
 
 
 @hub.command()
@@ -77,9 +78,11 @@ def explain(
 @_options
 def info(what: str, as_json: bool, endpoint: str | None, token: str | None) -> None:
     """Describe weights: what they cover, on what they were measured, their quality and versions."""
+    from pretune.hub import show
+
     with to_stderr():
         found = _describe(what, endpoint, token)
-    print_result(found, as_json, lambda console: _show_info(found, console))
+    print_result(found, as_json, lambda console: show.info(found, console))
 
 
 @hub.command()
@@ -90,6 +93,7 @@ def pull(
     what: str | None, revision: str | None, as_json: bool, endpoint: str | None, token: str | None
 ) -> None:
     """Download weights; without TARGET those of the lock file, or else the best for this machine."""
+    from pretune.hub import show
     from pretune.hub.pull import pull_weights
     from pretune.hub.sources import parse_repo
 
@@ -105,7 +109,7 @@ def pull(
     pulled = [
         {"repo": item.record.repo, "revision": item.record.revision, "path": str(item.path)} for item in items
     ]
-    print_result({"pulled": pulled}, as_json, lambda console: _show_paths(pulled, console))
+    print_result({"pulled": pulled}, as_json, lambda console: show.paths(pulled, console))
 
 
 @hub.command()
@@ -122,9 +126,11 @@ def verify(
     token: str | None,
 ) -> None:
     """Compare every file with its manifest; without arguments, of all weights on this machine."""
+    from pretune.hub import show
+
     with to_stderr():
         found = {"checked": [_verify(*item, repair, endpoint, token) for item in _to_verify(what)]}
-    print_result(found, as_json, lambda console: _show_checked(found["checked"], console))
+    print_result(found, as_json, lambda console: show.checked(found["checked"], console))
     for checked in found["checked"]:
         for fault in checked["bad"]:
             file = f"{checked['path']}/{fault['file']}"
@@ -143,7 +149,7 @@ def lock(
     """Pin weights to the revisions in the cache, in a file to commit; what is not there is pulled."""
     import msgspec
 
-    from pretune.hub import cache
+    from pretune.hub import cache, show
     from pretune.hub.lock import Lock, pin_of, read_lock, write_lock
     from pretune.hub.pull import pull_weights
     from pretune.hub.sources import parse_repo
@@ -163,7 +169,7 @@ def lock(
         written = Lock(targets={**before.targets, **dict(map(pin_of, items))})
         write_lock(path, written)
     found = {"file": str(path), **msgspec.to_builtins(written)}
-    print_result(found, as_json, lambda console: _show_lock(found, console))
+    print_result(found, as_json, lambda console: show.pins(found, console))
 
 
 @hub.command()
@@ -198,7 +204,7 @@ def push(
 @_options
 def rm(what: Sequence[str], as_json: bool, endpoint: str | None, token: str | None) -> None:
     """Delete weights from the cache: one revision, or all."""
-    from pretune.hub import cache
+    from pretune.hub import cache, show
     from pretune.hub.sources import parse_repo
 
     removed = []
@@ -212,7 +218,7 @@ def rm(what: Sequence[str], as_json: bool, endpoint: str | None, token: str | No
         for item in items:
             row = {"repo": repo, "revision": item.record.revision, "path": str(item.path)}
             removed.append({**row, "bytes": cache.remove(item)})
-    print_result({"removed": removed}, as_json, lambda console: _show_paths(removed, console))
+    print_result({"removed": removed}, as_json, lambda console: show.paths(removed, console))
 
 
 # -- work ----------------------------------------------------------------------------------------------------
@@ -392,102 +398,3 @@ def _verify(path: Path, item: Any, repair: bool, endpoint: str | None, token: st
         "repaired": repaired,
         "remedy": remedy if faults else "",
     }
-
-
-# -- output --------------------------------------------------------------------------------------------------
-
-
-def _table(*columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(*columns)
-    for column in table.columns:
-        column.overflow = "fold"
-    return table
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
-
-
-def _show_list(found: dict[str, Any], console: Console) -> None:
-    table = _table("target", "where", "revision", "coverage here", "size", "top-1", "top-5")
-    for row in found["targets"]:
-        figures = (row["quality"].get(name) for name in ("top1", "top5"))
-        quality = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
-        where = (row["name"], row["source"], row["revision"][:12] or "-")
-        table.add_row(*where, row["coverage"], _megabytes(row["bytes"]), *quality)
-    console.print(table)
-    _show_advice(found, console)
-
-
-def _show_reasons(found: dict[str, Any], console: Console) -> None:
-    machine = found["hardware"]
-    named = f"{machine['model_name']} ({machine['microarch']}, {machine['isa_level']})"
-    console.print(named, soft_wrap=True, markup=False)
-    table = _table("target", "where", "", "coverage", "why")
-    for row in found["targets"]:
-        taken = "accepted" if row["accepted"] else "rejected"
-        table.add_row(row["name"], row["source"], taken, row["coverage"], "; ".join(row["reasons"]))
-    console.print(table)
-    _show_advice(found, console)
-
-
-def _show_advice(found: dict[str, Any], console: Console) -> None:
-    from rich.markup import escape
-
-    best = found["best"]
-    if best is None:
-        console.print(escape(found["advice"]), soft_wrap=True)
-    elif best["source"] == "hub":
-        console.print(
-            f"best: {best['name']} on the hub; run: pretune hub pull {best['repo']}", soft_wrap=True
-        )
-    else:
-        console.print(f"best: {best['name']} ({best['source']}), which pretune tune uses", soft_wrap=True)
-
-
-def _show_info(found: dict[str, Any], console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    config = found["config"]
-    table = Table.grid(padding=(0, 2))
-
-    def row(name: str, value: object) -> None:
-        table.add_row(Text(name, style="bold"), Text(str(value), overflow="fold"))
-
-    row("name", found["name"])
-    row("from", f"{found['repo']}@{found['revision']}" if found["revision"] else found["path"])
-    row("versions", ", ".join(found["versions"]) or "-")
-    covers = config["covers"]
-    row("covers", f"{covers['kind']} {covers['arch']} {covers['isa_level']}")
-    for m in config["measured_on"]:
-        row("measured on", f"{m['cpu']} ({m['microarch']}, {m['cores']} cores): {m['schedules']} schedules")
-    for name, value in config["quality"].items():
-        row(name, f"{value:.3f}")
-    row("tvm", config["tvm"])
-    row("format", f"{config['format_version']}, feature schema {config['feature_schema']}")
-    row("size", f"{_megabytes(found['bytes'])} in {len(found['files'])} files")
-    console.print(table)
-
-
-def _show_paths(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    for row in rows:
-        console.print(f"{row['repo']}@{row['revision'][:12]}: {row['path']}", soft_wrap=True)
-
-
-def _show_checked(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    for row in rows:
-        state = "all files are as they should be"
-        if row["bad"]:
-            state = f"{len(row['bad'])} bad files"
-        elif row["repaired"]:
-            state = f"repaired: {', '.join(row['repaired'])}"
-        console.print(f"{row['path']}: {state}", soft_wrap=True)
-
-
-def _show_lock(found: dict[str, Any], console: Console) -> None:
-    for name, pin in found["targets"].items():
-        console.print(f"{name}: {pin['repo']}@{pin['revision']}", soft_wrap=True)
-    console.print(f"written to {found['file']}", soft_wrap=True)

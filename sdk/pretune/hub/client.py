@@ -124,7 +124,7 @@ def explain(error: BaseException, what: str, endpoint: str) -> str:
 
 
 def _explain_status(error: BaseException, status: int, endpoint: str) -> str:
-    said = getattr(error, "server_message", None) or ""
+    said = " ".join((getattr(error, "server_message", None) or "").split())
     if is_named(error, "GatedRepoError"):
         return f"access must be asked for at {endpoint}; then log in: hf auth login"
     if status == 401 and re.search("expired|invalid (credentials|username)", said, re.IGNORECASE):

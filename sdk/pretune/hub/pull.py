@@ -137,7 +137,8 @@ def _replace(hub: Hub, item: Cached, bad: str, staging: Path) -> None:
         manifest = read_manifest(item.path / "manifest.json")
         assert not isinstance(manifest, Fault)  # it would be the only fault
         if bad not in manifest.files:
-            file.unlink()
+            if file.is_symlink() or not file.is_dir():  # a link may have made way for a folder by now
+                file.unlink()
             return
         expected = manifest.files[bad].sha256
     fresh = hub.download(record.repo, record.revision, bad, staging)

@@ -187,7 +187,7 @@ def _explicit(explicit: Path | str, pull: bool) -> Weights:
                 f"{text} is no folder here, and not in the cache as a repository; "
                 f"run: pretune hub pull {text}, or add --pull"
             )
-    return _load(_cached_offer(item), f"{repo}@{item.record.revision[:12]}")
+    return cache.load(item, f"{repo}@{item.record.revision[:12]}")
 
 
 def _pull_or_keep(repo: str, revision: str, item: Cached | None) -> Cached:
@@ -274,7 +274,7 @@ def published(hub: Hub, org: str | None = None) -> list[Offer]:
 
 def _load(offer: Offer, why: str) -> Weights:
     item = cache.find(offer.repo, offer.revision) if offer.source == "cache" else None
-    return load_weights(offer.path, why, item.record.stamps if item else None)
+    return cache.load(item, why) if item else load_weights(offer.path, why)
 
 
 def _cached_offer(item: Cached) -> Offer:

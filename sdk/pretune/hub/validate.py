@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pretune.errors import WeightsError
+from pretune.errors import WeightsError, one_line
 from pretune.hub.integrity import check_folder
 from pretune.model.weights import MAX_IR, MAX_OPSET, ONNX_FILES, Config, load_weights
 
@@ -106,7 +106,7 @@ def check_networks(folder: Path, config: Config) -> None:
             if not worst <= TOLERANCE:  # NaN is none
                 raise WeightsError(
                     f"{folder}/onnx/{part}.onnx: {name} differs from model.safetensors by {worst:.1e}, "
-                    f"more than {TOLERANCE:.0e}; export it anew: pretune-export onnx"
+                    f"more than {TOLERANCE:.0e}; run: pretune-export onnx"
                 )
 
 
@@ -148,20 +148,25 @@ def _session(file: Path, config: Config) -> Any:
 
     try:
         model = onnx.load(file, load_external_data=False)
-        opsets = {opset.domain: opset.version for opset in model.opset_import}
-        outside = [tensor.name for tensor in model.graph.initializer if tensor.data_location]
-        session = ort.InferenceSession(file, providers=["CPUExecutionProvider"])
-    except Exception as error:  # neither names its classes
-        raise WeightsError(f"{file}: cannot be loaded ({type(error).__name__}: {error})") from error
-    if set(opsets) - {"", "ai.onnx"} or outside:
+    except Exception as error:  # protobuf does not name its classes
+        raise WeightsError(
+            f"{file}: is no ONNX file ({one_line(error)}); run: pretune-export onnx"
+        ) from error
+    opsets = {opset.domain: opset.version for opset in model.opset_import}
+    if set(opsets) - {"", "ai.onnx"} or any(tensor.data_location for tensor in model.graph.initializer):
         raise WeightsError(f"{file}: uses operators or data from elsewhere; run: pretune-export onnx")
     opset, ir = max(opsets.values()), model.ir_version
-    if opset > MAX_OPSET or ir > MAX_IR or opset != config.onnx.opset or ir > config.onnx.ir:
+    if (opset, ir) != (config.onnx.opset, config.onnx.ir) or opset > MAX_OPSET or ir > MAX_IR:
         raise WeightsError(
             f"{file}: opset {opset}, IR {ir}; config.json says {config.onnx.opset} and {config.onnx.ir}, "
-            f"at most {MAX_OPSET} and {MAX_IR} are read everywhere; export it anew: pretune-export onnx"
+            f"at most {MAX_OPSET} and {MAX_IR} are read everywhere; run: pretune-export onnx"
         )
-    return session
+    try:
+        return ort.InferenceSession(file, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exception classes are not public
+        raise WeightsError(
+            f"{file}: ONNX Runtime {ort.__version__} cannot load it ({one_line(error)})"
+        ) from error
 
 
 def _in_torch(folder: Path, inputs: dict[str, dict[str, np.ndarray]]) -> dict[str, list[np.ndarray]] | None:
