@@ -4,6 +4,7 @@
     pretune-export suite    an evaluation suite -> tuning tasks, for tests only
     pretune-export collect  tasks -> measured schedules, resumable
     pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
+    pretune-export trajectories  tasks -> real states along random schedules, unmeasured
     pretune-export make     dataset -> trained, evaluated, exported weights with their card
 
 ``train``, ``evaluate``, ``onnx`` and ``card`` are the steps of ``make`` one by one.
@@ -198,6 +199,41 @@ def convert(folder: Path, out: Path, exclude: Path | None) -> None:
     )
     write_parquet(out, tasks, spaces, rows, machine)
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
+
+
+@main.command()
+@click.argument("corpus_file", metavar="CORPUS", type=FILE)
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--target", default="native", show_default=True, help="Such as nvidia/nvidia-a100; no GPU needed."
+)
+@click.option("--cores", type=click.IntRange(1), help="Cores of a target that does not say, such as a GPU's.")
+@click.option("--per-task", type=click.IntRange(1), default=80, show_default=True)
+@click.option("--states", type=click.IntRange(0), default=1, show_default=True, help="Intermediate states.")
+@click.option(
+    "--stores",
+    type=click.FloatRange(0, 1),
+    default=0.25,
+    show_default=True,
+    help="Share of trajectories with per-store features.",
+)
+@click.option("--processes", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--minutes", type=float, help="Stop starting new tasks after this long.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def trajectories(
+    corpus_file: Path, out: Path, target: str, cores: int | None, per_task: int, states: int, stores: float,
+    processes: int, minutes: float | None, seed: int,
+) -> None:  # fmt: skip
+    """Replay random schedules of the tasks in CORPUS, unmeasured, to OUT for `pretrain`; resumes there."""
+    from pretune_export.networks import load_corpus
+    from pretune_export.trajectories import GenerateOptions, generate
+
+    made, hardware = _target(target)
+    options = GenerateOptions(per_task=per_task, states=states, stores=stores, seed=seed)
+    deadline = time.time() + 60 * minutes if minutes else float("inf")
+    tasks = list(load_corpus(corpus_file))
+    cores = cores or hardware.cores
+    click.echo(generate(tasks, made, hardware.kind, cores, out, options, processes, deadline))
 
 
 def _config(path: Path) -> Any:
