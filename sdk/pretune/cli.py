@@ -17,6 +17,7 @@ import pretune
 from pretune import env
 from pretune.errors import InputError, OptionError, PretuneError, one_line
 from pretune.hub.cli import hub
+from pretune.messages import notice
 from pretune.output import print_result as _print
 from pretune.output import to_stderr as _to_stderr
 
@@ -170,6 +171,8 @@ def tune(
         except KeyboardInterrupt:
             _complain(f"interrupted; {_kept(folder / 'records.jsonl')}")
             raise click.exceptions.Exit(INTERRUPTED) from None
+    for text in result.notices:
+        notice(text)
     _print(result.to_dict(), as_json, lambda console: _show_result(result, console))
 
 
@@ -365,33 +368,27 @@ def _show_result(result: TuneResult, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from pretune.progress import seconds_text
+    from pretune.progress import outcome_text, seconds_text
 
     table = Table("task", "weight", "default", "best", "speed-up", "chosen by")
     for column in table.columns[1:5]:
         column.justify = "right"
     for task in result.tasks:
         speedup = f"{task.speedup:.2f}x" if task.speedup else "-"
-        how = {
-            "search": f"search, {task.trials} trials",
-            "default": "default: nothing was faster",
-            "only": "only candidate, not measured",
-            "model": "model, not measured",
-            "failed": f"failed: {task.error}",
-        }[task.chosen_by]
-        row = (task.name, str(task.weight), seconds_text(task.default), seconds_text(task.best), speedup, how)
-        table.add_row(*map(escape, row))
+        times = (seconds_text(task.default), seconds_text(task.best), speedup)
+        table.add_row(*map(escape, (task.name, str(task.weight), *times, outcome_text(task))))
     console.print(table)
-    both = [task for task in result.tasks if task.default and task.best]
-    if both:
+    changes: dict[str, str] = {}
+    if result.model:
+        changes["whole model"] = _change(result.model.untuned, result.model.tuned)
+    if both := [task for task in result.tasks if task.default and task.best]:
         before = sum(task.weight * (task.default or 0) for task in both)
         after = sum(task.weight * (task.best or 0) for task in both)
-        console.print(
-            f"what was measured, by weight: {seconds_text(before)} -> {seconds_text(after)} "
-            f"({before / after:.2f}x); tuned in {result.seconds:.0f} s"
-        )
-    for notice in result.notices:
-        console.print(f"notice: {escape(notice)}", soft_wrap=True)
+        changes["tasks timed one by one, by weight"] = _change(before, after)
+    for what, change in changes.items():
+        console.print(f"{what}: {change}")
+    if changes:
+        console.print(f"tuned in {result.seconds:.0f} s")
     names = ["result.json", "records.jsonl", "database/"] + (["model.so"] if result.library else [])
     files = [name for name in names if (result.out / name).exists()]
     console.print(f"results: {escape(str(result.out))}/ ({', '.join(files)})", soft_wrap=True)
@@ -403,6 +400,12 @@ def _show_result(result: TuneResult, console: Console) -> None:
             f'"{result.out}/database"), mod, target); compile_relax for a network'
         )
     console.print(f"to use them: {escape(use)}", soft_wrap=True)
+
+
+def _change(before: float, after: float) -> str:
+    from pretune.progress import seconds_text
+
+    return f"{seconds_text(before)} -> {seconds_text(after)} ({before / after:.2f}x)"
 
 
 def _show_ranking(found: dict[str, Any], console: Console) -> None:
