@@ -8,6 +8,7 @@ import tvm
 
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.program import read_program
+from pretune.space import TaskSpace
 from pretune_export.networks import CorpusTask
 from pretune_export.trajectories import FINAL, GenerateOptions, Replayer, Trajectories, generate
 from pretune_export.trajectories.files import widths_of
@@ -38,6 +39,24 @@ def as_json(insts, flat):
         out.append([i, values if insts[i][0] == "SamplePerfectTile" else values[0]])
         at += width
     return out
+
+
+def test_real_states_follow_the_steps():
+    """The state after the last instruction is that of the schedule before postprocessing."""
+    mod = conv2d_relu()
+    space = TaskSpace.generate(mod, TARGET)
+    design = space.spaces[-1]
+    encoder = ActionEncoder(read_program(mod["main"]), design.insts, cores=2)
+    candidate = space.materialise(len(space.spaces) - 1, design.sample(1, np.random.default_rng(0))[0])
+    steps = [s.inst for s in encoder.steps]
+    wanted = [s for s, inst in enumerate(steps) if inst >= 0]
+    decisions = [d.tolist() for d in candidate.decisions]
+    states = Replayer(mod, TARGET, 2).states(design.insts, decisions, steps, [*wanted, FINAL])
+    assert set(states) == {*wanted, FINAL}
+    np.testing.assert_array_equal(states[FINAL].blocks, encode_state(candidate.mod["main"], cores=2).blocks)
+    splits = [s for s in wanted if encoder.steps[s].name == "Split"]
+    loops = [int((states[s].loops != 0).any(-1).sum()) for s in splits]
+    assert loops == sorted(loops) and loops[0] < loops[-1]  # every split adds loops
 
 
 @pytest.mark.parametrize("target", [TARGET, CUDA], ids=["cpu", "cuda"])

@@ -9,8 +9,10 @@ classic one of tile footprints against capacity (Wolf and Lam, "A data locality 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -235,8 +237,8 @@ def footprint(access: Access, tiles: dict[int, Value]) -> Value:
     spans = region(access, tiles)
     if not spans:
         return access.buffer.itemsize
-    row = np.ceil(spans[-1] * (access.buffer.itemsize / LINE)) * LINE
-    out: Value = row if isinstance(spans[-1], np.ndarray) else float(row)
+    lines = spans[-1] * (access.buffer.itemsize / LINE)
+    out: Value = (np.ceil(lines) if isinstance(lines, np.ndarray) else math.ceil(lines)) * float(LINE)
     for span in spans[:-1]:
         out = out * span
     return out
@@ -247,7 +249,8 @@ _N = {name: i for i, name in enumerate(NEST)}
 
 def log2(value: Value) -> Value:
     """log2 of a value of at least 1, scaled by 1/8 so that features stay near one."""
-    return np.log2(np.maximum(value, 1.0)) * 0.125
+    bounded = max(value, 1.0) if isinstance(value, float) else np.maximum(value, 1.0)
+    return np.log2(bounded) * 0.125
 
 
 def summarise(
@@ -277,24 +280,32 @@ def summarise(
     """
     n = env.n
     out = np.zeros((n, len(NEST)), dtype=np.float32)
+    # Where no decision is open, as in a real program, all values are floats, on which numpy is slow.
+    alone = not env.slots
+    where: Any = _choose if alone else np.where
+
+    def single(value: float) -> Any:
+        return value if alone else np.full(n, value, dtype=np.float32)
+
     accesses = nest.rank
+    axes_of = [{axis for form in a.index for axis in form} for a in accesses]
     cuts = [env.get(cut) for cut in nest.all_cuts()]
     placed = [(position, c) for position, loop in enumerate(nest.loops) for c in loop.components]
-    ones = np.ones(n, dtype=np.float32)
 
     points: Value = 1.0
     tiles: dict[int, Value] = {}
-    tile = [ones] * len(CAPACITIES)
-    held: list[Value] = [sum(footprint(a, tiles) for a in accesses)] * len(CAPACITIES)
+    tile = [single(1.0)] * len(CAPACITIES)
+    touched = [footprint(a, tiles) for a in accesses]
+    held: list[Value] = [sum(touched)] * len(CAPACITIES)
     vector: Value = 1.0
     vector_open: Value = 1.0  # 1 while the run of spatial inner loops goes on
     accumulators: Value = 1.0
     reduction: Value = 1.0
     stage: Value = 0.0  # 0 before the first non-unit reduction loop, 1 within its run, 2 after
     found: Value = 0.0  # number of non-unit loops met
-    inner = [np.zeros(n, dtype=np.float32) for _ in range(3)]
-    strides = [np.full(n, -1.0, dtype=np.float32) for _ in accesses]
-    inner_reduce = np.zeros(n, dtype=np.float32)
+    inner = [single(0.0) for _ in range(3)]
+    strides = [single(-1.0) for _ in accesses]
+    inner_reduce = single(0.0)
     nonunit: Value = 0.0
 
     for position, component in reversed(placed):
@@ -303,33 +314,36 @@ def summarise(
             vector_open = vector_open * _uncut(cuts, position)
         if not isinstance(extent, np.ndarray) and extent == 1.0:
             continue
-        big = np.asarray(extent > 1.0, dtype=np.float32)
+        big = float(extent > 1.0) if alone else np.asarray(extent > 1.0, dtype=np.float32)
         points = points * extent
         if component.axis >= 0:
             tiles[component.axis] = tiles.get(component.axis, 1.0) * extent
-        total = sum(footprint(a, tiles) for a in accesses)
+        for k, a in enumerate(accesses):
+            if component.axis in axes_of[k]:
+                touched[k] = footprint(a, tiles)
+        total = sum(touched)
         for i, capacity in enumerate(CAPACITIES):
             fits = total <= capacity
-            held[i] = np.where(fits, total, held[i])
-            tile[i] = np.where(fits, points, tile[i])
+            held[i] = where(fits, total, held[i])
+            tile[i] = where(fits, points, tile[i])
         for k in range(3):
-            inner[k] = np.where((found == k) & (big > 0), extent, inner[k])
+            inner[k] = where((found == k) & (big > 0), extent, inner[k])
         first = (found == 0) & (big > 0)
         for k, a in enumerate(accesses):
             stride = abs(_axis_stride(a, component.axis))
-            strides[k] = np.where(first, stride, strides[k])
+            strides[k] = where(first, stride, strides[k])
         if component.is_reduce:
-            inner_reduce = np.where(first, 1.0, inner_reduce)
+            inner_reduce = where(first, 1.0, inner_reduce)
             vector_open = vector_open * (1.0 - big)
-            reduction = np.where(stage <= 1, reduction * extent, reduction)
-            stage = np.where((stage == 0) & (big > 0), 1.0, stage)
+            reduction = where(stage <= 1, reduction * extent, reduction)
+            stage = where((stage == 0) & (big > 0), 1.0, stage)
         else:
             grown = vector * extent
             open_ = vector_open * (grown <= vector_limit)
-            vector = np.where(open_ > 0, grown, vector)
+            vector = where(open_ > 0, grown, vector)
             vector_open = open_
-            accumulators = np.where(stage == 0, accumulators * extent, accumulators)
-            stage = np.where((stage == 1) & (big > 0), 2.0, stage)
+            accumulators = where(stage == 0, accumulators * extent, accumulators)
+            stage = where((stage == 1) & (big > 0), 2.0, stage)
         found = found + big
         nonunit = nonunit + big
 
@@ -349,6 +363,10 @@ def summarise(
     for extent, _is_reduce in nest.axes:
         full = full * env.get(extent)
 
+    if alone:  # in the precision that the arrays have
+        tile, inner, strides = ([np.float32(v) for v in values] for values in (tile, inner, strides))
+        if found:
+            held = [np.float64(v) for v in held]
     out[:, _N["points"]] = log2(points)
     out[:, _N["work"]] = log2(points * nest.cost)
     for i in range(len(CAPACITIES)):
@@ -379,6 +397,11 @@ def summarise(
     out[:, _N["redundancy"]] = np.log2(np.maximum(points / np.maximum(full, 1.0), 2.0**-8)) * 0.125
     out[:, _N["last_reduce"]] = inner_reduce
     return out
+
+
+def _choose(condition: bool, value: Value, other: Value) -> Value:
+    """`numpy.where` for floats."""
+    return value if condition else other
 
 
 def _uncut(cuts: list[Value], position: int) -> Value:
