@@ -11,12 +11,13 @@ import hashlib
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -69,6 +70,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root, self.xet = root, xet
         self.requests: list[tuple[str, str]] = []
+        self.connections: list[socket.socket] = []
         self.faults: list[Fault] = []
         self.tokens: dict[str, str] = {"writer": "write", "reader": "read"}
         self.private: set[str] = set()
@@ -87,8 +89,19 @@ class Hub(ThreadingHTTPServer):
         try:
             yield self
         finally:
-            self.shutdown()
-            self.server_close()
+            self.stop()
+
+    def stop(self) -> None:
+        """Go down: connections that clients keep open are cut as well."""
+        self.shutdown()
+        self.server_close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.append(request)
+        super().process_request(request, client_address)
 
     # -- git ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import tvm
 from click.testing import CliRunner
 from test_coverage import DATA, config, machine
 
@@ -20,6 +21,7 @@ from pretune.features.schema import SUMMARY
 from pretune.hardware.hardware import VECTOR_SIZE
 from pretune.hub import cache
 from pretune.model import WorldModel, load_weights
+from programs import matmul
 
 
 def run(*arguments: str, endpoint: str | None = None, status: int = 0):
@@ -72,8 +74,7 @@ def test_ls_shows_what_is_here_when_the_hub_is_not(server, published):
         ("hub", "measured"),
     ]
     assert found["targets"][1]["revision"] == published and found["targets"][1]["quality"]["top1"] > 0
-    server.shutdown()
-    server.server_close()
+    server.stop()
     shown, said = run("ls", "--hardware", describe("Zen 4"), endpoint=server.url)
     assert "cpu-x86-64-v4" in shown and "measured" in shown
     assert said.startswith("notice: the weights of pretune: cannot reach") and said.count("\n") == 1
@@ -169,16 +170,8 @@ def test_from_training_to_tuning_on_another_machine(server, folder, monkeypatch,
     """What is pushed here, and pulled there into an empty cache, ranks bit for bit alike."""
     run("push", str(folder), "--repo", REPO, "--token", "writer", "--json", endpoint=server.url)
     Path("task.json").write_text(tvm.ir.save_json(matmul()))
-    tune = (
-        "tune",
-        "task.py",
-        "--trials",
-        "0",
-        "--target",
-        "llvm -mcpu=x86-64-v4 -num-cores 2",
-        "-q",
-        "--json",
-    )
+    target = "llvm -mcpu=x86-64-v4 -num-cores 2"
+    tune = ("tune", "task.json", "--trials", "0", "--target", target, "-q", "--json")
     here = pretune(*tune, "--weights", str(folder), "--out", "here")
     assert here.returncode == 0, here.stderr
     missing = pretune(*tune, "--weights", REPO, "--out", "there", HF_ENDPOINT=server.url)

@@ -122,8 +122,7 @@ def test_a_refusal_is_one_line_and_what_was_there_stays(server, hub, published, 
 
 
 def test_a_server_that_is_down(hub, server, published):
-    server.shutdown()
-    server.server_close()
+    server.stop()
     with pytest.raises(HubError, match=rf"{REPO}@main: cannot reach http://127.*--endpoint"):
         pull_weights(hub, REPO)
 
@@ -170,6 +169,14 @@ def test_a_manifest_that_lists_what_it_must_not(server, hub, folder, name):
     with pytest.raises(HubError, match=r"leaves the folder|not among the kinds of files"):
         pull_weights(hub, REPO)
     assert not any("resolve" in path and "manifest" not in path for _method, path in server.requests)
+
+
+def test_a_commit_that_is_no_commit(server, hub, published):
+    change = lambda data: data.replace(published.encode(), b"../../../x")  # noqa: E731
+    server.faults.append(Fault("GET", "/api/models/", change=change))
+    with pytest.raises(HubError, match="names no commit"):
+        pull_weights(hub, REPO)
+    assert not cache.repo_folder(REPO).exists()
 
 
 def test_a_repository_without_weights(server, hub, tmp_path):

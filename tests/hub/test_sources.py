@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+import huggingface_hub.constants
 import msgspec
 import pytest
 from test_coverage import machine
@@ -26,10 +27,9 @@ ZEN4 = machine("Zen 4")
 @pytest.fixture
 def endpoint(server, monkeypatch) -> str:
     """The server as the hub that is used where none is named."""
-    import huggingface_hub.constants
-    import huggingface_hub.hf_api
-
+    addresses = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
     return server.url
 
 
@@ -100,8 +100,7 @@ def test_the_hub_comes_last(server, endpoint, folder):
 def test_a_failed_pull_never_loses_what_works(server, endpoint, hub, weights, capsys):
     server.publish(REPO, weights)
     item = pull_weights(hub, REPO)
-    server.shutdown()
-    server.server_close()
+    server.stop()
     assert find_weights(ZEN4, REPO, pull=True).path == item.path
     assert "cannot reach" in capsys.readouterr().err
     # A machine that is not covered goes on with what there is, too.

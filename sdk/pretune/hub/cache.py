@@ -145,8 +145,10 @@ def size_of(folder: Path) -> int:
 
 
 def remove(item: Cached) -> int:
-    """Delete a revision from the cache; returns the bytes that it held. The record goes first."""
+    """Delete a revision from the cache, and broken off downloads; returns the bytes that it held."""
     size = size_of(item.path)
-    item.path.with_name(f"{item.path.name}.json").unlink(missing_ok=True)
+    item.path.with_name(f"{item.path.name}.json").unlink(missing_ok=True)  # first: now it is not there
     shutil.rmtree(item.path)
+    for staging in item.path.parent.glob("*.part"):
+        shutil.rmtree(staging, ignore_errors=True)
     return size

@@ -38,7 +38,10 @@ class Hub:
         import pretune
 
         self.api = huggingface_hub.HfApi(
-            endpoint=endpoint, token=token, library_name="pretune", library_version=pretune.__version__
+            endpoint=endpoint.rstrip("/") if endpoint else None,
+            token=token,
+            library_name="pretune",
+            library_version=pretune.__version__,
         )
         self.endpoint: str = self.api.endpoint
         self.timeout = float(huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT)
@@ -72,7 +75,7 @@ class Hub:
         """Commit, 40 hex digits, that a branch or tag of a repository points to: one request."""
         asked = f"{repo}@{revision}"
         info = self.ask(asked, self.api.model_info, repo, revision=revision, timeout=self.timeout)
-        if not info.sha:
+        if not is_commit(info.sha or ""):  # it will be the name of a folder
             raise HubError(f"{asked}: {self.endpoint} names no commit; check that it is a hub: --endpoint")
         return info.sha
 
@@ -90,6 +93,11 @@ class Hub:
             etag_timeout=self.timeout,
         )
         return Path(path)
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit, which never changes."""
+    return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def explain(error: BaseException, what: str, endpoint: str) -> str:

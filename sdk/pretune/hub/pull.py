@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +13,12 @@ from filelock import FileLock
 from pretune.errors import HubError, WeightsError
 from pretune.hub import cache
 from pretune.hub.cache import Cached
-from pretune.hub.client import Hub, explain, explain_weights
+from pretune.hub.client import Hub, explain, explain_weights, is_commit
 from pretune.hub.integrity import Fault, check_folder, faults_of_manifest, read_manifest, sha256_of
 from pretune.model.weights import load_weights
 
 AT_ONCE = 4
 """Files that are downloaded side by side."""
-
-
-def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit, which never changes."""
-    return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def pull_weights(hub: Hub, repo: str, revision: str = "main", *, manifest: str | None = None) -> Cached:

@@ -14,11 +14,11 @@ from pretune.errors import HubError, WeightsError
 from pretune.hardware import Hardware
 from pretune.hub import cache
 from pretune.hub.cache import Cached
-from pretune.hub.client import Hub, is_named
+from pretune.hub.client import Hub, is_commit, is_named
 from pretune.hub.coverage import Verdict, judge, judge_hardware, ways_on
 from pretune.hub.integrity import Fault, read_manifest
 from pretune.hub.lock import Lock, Pin, read_lock
-from pretune.hub.pull import is_commit, pull_weights
+from pretune.hub.pull import pull_weights
 from pretune.messages import notice
 from pretune.model.weights import (
     Config,
@@ -266,7 +266,7 @@ def published(hub: Hub, org: str | None = None) -> list[Offer]:
                     hub.download(model.id, commit, name, folder)
             except HubError as error:
                 # One broken repository does not hide the others; a hub that fails altogether does.
-                if not is_named(error.__cause__, "EntryNotFoundError"):
+                if not is_named(error.__cause__, "RemoteEntryNotFoundError"):
                     raise
             offers.append(offer_in(folder, "hub", repo=model.id, revision=commit))
     return offers

@@ -68,15 +68,15 @@ def check_card(folder: Path, config: Config) -> None:
     again = "write it anew: pretune-export card"
     try:
         data = ModelCard.load(card).data
-    except ValueError as error:
-        raise WeightsError(f"{card}: {' '.join(str(error).split())}; {again}") from None
+    except Exception as error:  # of the YAML parser, or of the client
+        raise WeightsError(f"{card}: metadata cannot be read ({one_line(error)}); {again}") from None
     if data.get("library_name") != "pretune":
         raise WeightsError(f"{card}: library_name is not pretune; {again}")
     if not data.get("license"):
         raise WeightsError(f"{card}: names no license; {again}")
     if config.name not in (data.get("tags") or []):
         raise WeightsError(f"{card}: tags lack {config.name}; {again}")
-    stated = {result.metric_type: result.metric_value for result in data.eval_results or []}
+    stated = {result.metric_type: result.metric_value for result in data.get("eval_results") or []}
     for name in QUALITY:
         if name not in stated:
             raise WeightsError(f"{card}: model-index has no {name}; {again}")
