@@ -238,7 +238,8 @@ def tune(
         Weights folder, or a repository on the hub as ``ORG/NAME`` or ``ORG/NAME@REVISION``; by default those
         on this machine that cover the hardware best.
     pull : bool
-        Whether weights that are needed but not here may be downloaded; see `pretune.hub.sources.find_weights`.
+        Whether weights that are needed but not here may be downloaded, see
+        `pretune.hub.sources.find_weights`.
     seed : int
         Seed of all sampling.
     on_progress : callable, optional
