@@ -195,9 +195,9 @@ def test_fidelity_takes_the_tasks_with_most_schedules(data):
     group.latency[0] = np.inf
     failing = dataclasses.replace(task, groups=[group, *task.groups[1:]])
     fewer = dataclasses.replace(task, groups=task.groups[:0])
-    assert with_many_schedules([fewer, failing], least=20) == [failing]
-    assert with_many_schedules(data.validation) == []
-    assert len(with_many_schedules(data.validation, count=2, least=20)) == 2
+    assert with_many_schedules([fewer, failing], 12, 20) == [failing]
+    assert with_many_schedules(data.validation, 12, 200) == []
+    assert len(with_many_schedules(data.validation, 2, 20)) == 2
     found = fidelity(lambda task: -slowdowns(task), [failing])
     assert found["mean"]["spearman"] == pytest.approx(1)
     (drawn,) = found["rows"]
@@ -262,7 +262,9 @@ def evaluation(root):
     (run / "search-64.json").write_text(json.dumps(bench(64, 64, {"a": [1.5, 2.0]}, zero=0.8)))
     invoke("baselines", root / "config.toml", run, "--only", "xgboost-regression")
     invoke("scaling", root / "config.toml", run, "--tasks", 4, "--schedules", 8)
-    invoke("evaluate", root / "config.toml", run)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pretune_export.evaluate.MANY", 20)
+        invoke("evaluate", root / "config.toml", run)
     return json.loads((run / "evaluation.json").read_text())
 
 
@@ -275,6 +277,10 @@ def test_an_evaluation_has_all_parts(root, evaluation):
     assert scaling[:2] == [("tasks", 4, 96), ("schedules", 16, 128)]
     assert scaling[2:] == [("tasks", 16, 384), ("schedules", 16, 384)]
     assert [r["trials"] for r in evaluation["search"]] == [0, 64]
+    fidelity = evaluation["fidelity"]
+    assert len(fidelity["rows"]) == 4 and set(fidelity["baselines"]) == {"xgboost-regression"}
+    whole = evaluation["baselines"]["xgboost-regression"]["validation"]  # of the same four tasks
+    assert fidelity["baselines"]["xgboost-regression"]["kendall"] == pytest.approx(whole["kendall"])
     assert evaluation["ablations"]["no transition"]["top1"] == 0.4
     image = np.asarray(Image.open(root / "run" / "evaluation.png").convert("L"))
     assert image.shape[1] > 1000 and (image < 128).mean() > 0.005
@@ -296,11 +302,7 @@ def test_the_card_shows_an_evaluation(evaluation, weights, tmp_path):
 
     folder = tmp_path / "weights"
     shutil.copytree(weights, folder)
-    points = {"scores": [1.0, 2.0], "latencies": [2e-3, 1e-3]}
-    rows = [row | points for row in evaluation["validation"]["rows"][:1]]
-    mean = {f: 0.75 for f in ("spearman", "kendall", "top1", "top5", "top10")}
-    fidelity = {"mean": mean, "rows": rows, "baselines": {"tlp": mean}}
-    text = write_card(folder, evaluation | {"fidelity": fidelity}).read_text()
+    text = write_card(folder, evaluation).read_text()
     mean = evaluation["baselines"]["xgboost-regression"]["validation"]
     assert (
         f"| xgboost-regression | {mean['top1']:.3f} | {mean['top5']:.3f} | {mean['weighted_top1']:.3f}"
@@ -309,7 +311,9 @@ def test_the_card_shows_an_evaluation(evaluation, weights, tmp_path):
     assert "| no transition | 0.400 | 0.700 | - | - | 0.300 |" in text
     assert "| 64 | 64 | 1.73 | 2 (1.50 to 2.00) | 1.75 | 1 | Z80, 2 cores |" in text
     assert "| none: first choice | 64 | 0.80 |" in text
-    assert "| mean, tlp | | | 0.750 |" in text and "| tasks | 4 | 96 |" in text
+    mean = evaluation["fidelity"]["baselines"]["xgboost-regression"]
+    assert f"| mean, xgboost-regression | | | {mean['spearman']:.3f} |" in text
+    assert "| tasks | 4 | 96 |" in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     for line, ruler in itertools.pairwise(tables):
         if set(ruler) <= set("|-"):

@@ -18,7 +18,7 @@ import torch
 
 from pretune.errors import OptionError
 from pretune_export.dataset import TaskData
-from pretune_export.evidence.fidelity import FIGURES, fidelity, with_many_schedules
+from pretune_export.evidence.fidelity import FIGURES, MANY, TASKS, fidelity, with_many_schedules
 from pretune_export.evidence.plots import draw
 from pretune_export.evidence.ranking import judge
 from pretune_export.evidence.scaling import count
@@ -115,7 +115,7 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
             name: {split: found[split]["mean"] for split in splits}
             for name, found in baselines["baselines"].items()
         }
-    if many := with_many_schedules(getattr(data, main)):
+    if many := with_many_schedules(getattr(data, main), TASKS, MANY):
         result["fidelity"] = fidelity(score, many)
         if baselines:
             keys = {(task.task, task.groups[0].machine) for task in many}

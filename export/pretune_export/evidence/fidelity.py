@@ -13,13 +13,13 @@ from pretune_export.evidence.ranking import Scorer, judge
 FIGURES = ("spearman", "kendall", "top1", "top5", "top10")
 
 TASKS = 12
-"""Tasks that are looked at, those with the most schedules."""
+"""Tasks that an evaluation looks at, those with the most schedules."""
 
 MANY = 200
-"""A task with fewer schedules is no evidence here."""
+"""A task with fewer schedules is no evidence of it."""
 
 
-def with_many_schedules(tasks: Sequence[TaskData], count: int = TASKS, least: int = MANY) -> list[TaskData]:
+def with_many_schedules(tasks: Sequence[TaskData], count: int, least: int) -> list[TaskData]:
     """Up to `count` different tasks with at least `least` schedules on one machine, by name."""
     chosen: dict[str, TaskData] = {}
     for task in sorted(tasks, key=_schedules, reverse=True):

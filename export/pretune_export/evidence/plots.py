@@ -61,8 +61,8 @@ def _networks(axes: Axes, result: dict[str, Any]) -> None:
     for k, (key, label, colour) in enumerate(bars):
         axes.bar(at + (k - 1) * 0.28, [n[key] for n in networks.values()], 0.28, label=label, color=colour)
     axes.set_xticks(at, list(networks), rotation=60, ha="right", fontsize=7)
-    axes.set_ylim(0, 1.05)
-    axes.legend(fontsize=7, loc="lower right")
+    axes.set_ylim(0, 1.2)
+    axes.legend(fontsize=7, loc="upper center", ncols=3)
     axes.set_title("By network", fontsize=10)
 
 
@@ -81,8 +81,9 @@ def _ablations(axes: Axes, result: dict[str, Any]) -> None:
         values = [found.get(key, np.nan) for _name, found in rows]
         axes.barh(np.arange(len(rows)) + offset, values, 0.38, color=colour, label=key)
     axes.set_yticks(range(len(rows)), [name for name, _found in rows], fontsize=8)
-    axes.set_xlim(0, 1.05)
-    axes.legend(fontsize=7, loc="lower left")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(top=len(rows) + 0.6)
+    axes.legend(fontsize=7, loc="upper center", ncols=2)
     axes.set_title("Ablations", fontsize=10)
 
 
@@ -109,6 +110,7 @@ def _search(axes: Axes, result: dict[str, Any]) -> None:
         axes.errorbar(trials, mean, spread, marker="o", capsize=3, label=f"MetaSchedule at {budget}")
     axes.axhline(1, color=OTHER, linewidth=0.8)
     axes.set_xscale("symlog", base=2, linthresh=16)
+    axes.set_xlim(-4, 2 * max(row["trials"] for row in rows) + 8)
     axes.set_xlabel("trials of pretune a task")
     axes.legend(fontsize=7)
     axes.set_title("Search: MetaSchedule latency / pretune latency", fontsize=10)
