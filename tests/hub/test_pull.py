@@ -15,8 +15,8 @@ import huggingface_hub.constants
 import pytest
 from hub_server import Fault
 from hub_server import Hub as Server
+from spoil import REPO, edit, flip
 
-from conftest import REPO, edit, flip
 from pretune.errors import HubError, WeightsError
 from pretune.hub import cache
 from pretune.hub.client import Hub
@@ -230,6 +230,8 @@ def test_a_flipped_byte_is_named_and_only_that_file_replaced(server, hub, publis
     ):
         cache.load(item, "")
     assert [fault.name for fault in cache.check(item)] == [name]
+    pull_weights(hub, REPO, published)  # it is there: nothing is looked at, nor said to be whole
+    assert [fault.name for fault in cache.check(cache.find(REPO))] == [name]
     before = {path: path.stat().st_ino for path in item.path.rglob("*") if path.is_file()}
     server.requests.clear()
     assert repair(hub, item) == [name]

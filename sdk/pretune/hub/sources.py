@@ -245,7 +245,7 @@ def _with_pulled(hardware: Hardware, considered: list[Considered]) -> list[Consi
 
 
 def published(hub: Hub, org: str | None = None) -> list[Offer]:
-    """What an organisation publishes: one request, and five for each of its targets.
+    """What an organisation publishes: two requests, and five for each of its targets.
 
     Raises
     ------
@@ -254,7 +254,9 @@ def published(hub: Hub, org: str | None = None) -> list[Offer]:
     """
     org = org or env.hub_org()
     api = hub.api
-    models = hub.ask(f"the weights of {org}", lambda: list(api.list_models(author=org, filter="pretune")))
+    what = f"the weights of {org}"
+    hub.reach(what)
+    models = hub.ask(what, lambda: list(api.list_models(author=org, filter="pretune")))
     offers = []
     for model in models:
         commit = hub.commit_of(model.id, "main")
