@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretune.errors import HubError, PretuneError, WeightsError, one_line
+from pretune.errors import HubError, PretuneError, one_line
 
 T = TypeVar("T")
 
@@ -189,8 +189,3 @@ def _retry_after(error: BaseException) -> float | None:
 def is_named(error: BaseException | None, *names: str) -> bool:
     """Whether an error is of such a class; by name, since the client does not always use the same httpx."""
     return any(cls.__name__ in names for cls in type(error).__mro__)
-
-
-def explain_weights(error: WeightsError, folder: Path, name: str) -> HubError:
-    """An error about weights in a folder that is about to go, named after what they are."""
-    return HubError(str(error).replace(str(folder), name))

@@ -13,7 +13,7 @@ from filelock import FileLock
 from pretune.errors import HubError, WeightsError
 from pretune.hub import cache
 from pretune.hub.cache import Cached
-from pretune.hub.client import DISK_FULL, Hub, explain, explain_weights, is_commit
+from pretune.hub.client import DISK_FULL, Hub, explain, is_commit
 from pretune.hub.integrity import Fault, check_folder, faults_of_manifest, read_manifest, sha256_of
 from pretune.model.weights import load_weights
 
@@ -83,7 +83,8 @@ def _download(hub: Hub, repo: str, commit: str, folder: Path) -> None:
         load_weights(staging)
     except WeightsError as error:
         shutil.rmtree(staging)
-        raise explain_weights(error, staging, name) from error
+        # Their folder is gone: they are named by where they came from.
+        raise HubError(str(error).replace(str(staging), name)) from error
     except HubError as error:
         # What came whole stays for the next attempt, unless its space is needed.
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
