@@ -4,6 +4,7 @@
     pretune-export suite    an evaluation suite -> tuning tasks, for tests only
     pretune-export collect  tasks -> measured schedules, resumable
     pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
+    pretune-export pretrain      trajectories -> encoder and transition
     pretune-export trajectories  tasks -> real states along random schedules, unmeasured
     pretune-export make     dataset -> trained, evaluated, exported weights with their card
 
@@ -239,6 +240,22 @@ def trajectories(
     tasks = list(load_corpus(corpus_file))
     cores = cores or hardware.cores
     click.echo(generate(tasks, made, hardware.kind, cores, out, options, processes, deadline))
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("shards", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("run", type=FOLDER)
+@click.option("--processes", type=click.IntRange(1), default=2, show_default=True, help="For loading.")
+@click.option("--minutes", type=float, help="Stop with a checkpoint when this time is up.")
+def pretrain(config: Path, shards: Path, run: Path, processes: int, minutes: float | None) -> None:
+    """Pretrain encoder and transition on the trajectories in SHARDS as CONFIG says; resumes in RUN."""
+    from pretune_export.pretrain import PretrainConfig
+    from pretune_export.pretrain import pretrain as train
+
+    deadline = time.time() + 60 * minutes if minutes else float("inf")
+    settings = _config(config, PretrainConfig)
+    click.echo(json.dumps(train(settings, shards, run, processes=processes, deadline=deadline)))
 
 
 def _config(path: Path) -> Any:
