@@ -4,8 +4,8 @@
     pretune-export suite    an evaluation suite -> tuning tasks, for tests only
     pretune-export collect  tasks -> measured schedules, resumable
     pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
-    pretune-export pretrain      trajectories -> encoder and transition
     pretune-export trajectories  tasks -> real states along random schedules, unmeasured
+    pretune-export pretrain      trajectories -> encoder and transition
     pretune-export make     dataset -> trained, evaluated, exported weights with their card
 
 ``train``, ``evaluate``, ``onnx`` and ``card`` are the steps of ``make`` one by one. ``baselines`` and
@@ -258,13 +258,13 @@ def pretrain(config: Path, shards: Path, run: Path, processes: int, minutes: flo
     click.echo(json.dumps(train(settings, shards, run, processes=processes, deadline=deadline)))
 
 
-def _config(path: Path) -> Any:
+def _config(path: Path, type_: Any = None) -> Any:
     import msgspec
 
     from pretune_export.train import TrainConfig
 
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=TrainConfig)
+        return msgspec.toml.decode(path.read_bytes(), type=type_ or TrainConfig)
     except msgspec.MsgspecError as error:
         raise OptionError(f"{path}: {error}; see export/pretune_export/configs for examples") from None
 
