@@ -28,7 +28,7 @@ class PretrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     epochs: int = 8
-    groups_per_batch: int = 24
+    groups_per_batch: int = 16
     per_group: int = 32
     learning_rate: float = 2e-3
     weight_decay: float = 1e-4
