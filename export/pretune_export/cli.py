@@ -152,9 +152,9 @@ def dataset(
 ) -> None:
     """Turn COLLECTED folders into parquet, beside what other machines have measured in the same dataset.
 
-    Run it on the machine that measured: its description goes in.
+    What was timed on one thread as well becomes a machine of one core, "MACHINE-serial". Run it on the machine that measured: its description goes in.
     """
-    from pretune_export.collect import read_collected
+    from pretune_export.collect import read_collected, serial_rows
     from pretune_export.dataset import describe_machine, write_parquet
     from pretune_export.networks import forbidden_task_ids, load_corpus
 
@@ -172,6 +172,11 @@ def dataset(
     described = describe_machine(hardware, name=machine, target=str(made), days=days)
     write_parquet(out, tasks, spaces, rows, described)
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
+    if serial := serial_rows(rows):
+        made, hardware = _target(json.dumps({**json.loads(str(made)), "num-cores": 1}))
+        described = describe_machine(hardware, name=f"{machine}-serial", target=str(made), days=days)
+        write_parquet(out, tasks, spaces, serial, described)
+        click.echo(f"{len(serial)} of them on one thread as well")
 
 
 @main.command()

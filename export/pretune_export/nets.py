@@ -1,4 +1,4 @@
-"""The three networks in torch; `pretune.model.WorldModel` runs their ONNX exports."""
+"""The networks in torch; `pretune.model.WorldModel` runs their ONNX exports."""
 
 from __future__ import annotations
 
@@ -58,22 +58,32 @@ class Encoder(nn.Module):
 WORK_SHARE = STATE_BLOCK.index("work_share")
 
 
+class Action(nn.Module):
+    """What an action brings to the transition, whatever the state: computed once for all that share it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.kind = nn.Embedding(len(ACTION_TYPES), sizes.action_hidden)
+        self.features = nn.Linear(len(ACTION), sizes.action_hidden)
+        self.out = nn.Linear(sizes.action_hidden, sizes.transition_hidden)
+
+    def forward(self, type: Tensor, a: Tensor) -> Tensor:
+        """``type [1 or n]``, ``a [n, features]`` -> ``[n, transition_hidden]``."""
+        return self.out(F.relu(self.features(a) + self.kind(type)))
+
+
 class Transition(nn.Module):
     """One action in latent space: a residual step conditioned on the action."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.kind = nn.Embedding(len(ACTION_TYPES), sizes.action_hidden)
-        self.action = nn.Linear(len(ACTION), sizes.action_hidden)
-        self.hidden = nn.Linear(sizes.latent + sizes.action_hidden, sizes.transition_hidden)
+        self.state = nn.Linear(sizes.latent, sizes.transition_hidden, bias=False)
         self.out = nn.Linear(sizes.transition_hidden, sizes.latent)
         self.norm = nn.LayerNorm(sizes.latent)
 
-    def forward(self, z: Tensor, type: Tensor, a: Tensor) -> Tensor:
-        """``z [n, latent]``, ``type [1 or n]``, ``a [n, features]`` -> ``[n, latent]``."""
-        e = F.relu(self.action(a) + self.kind(type))
-        h = F.relu(self.hidden(torch.cat([z, e], dim=-1)))
-        return self.norm(z + self.out(h))
+    def forward(self, z: Tensor, action: Tensor) -> Tensor:
+        """``z [n, latent]``, ``action [n, transition_hidden]`` from `Action` -> ``[n, latent]``."""
+        return self.norm(z + self.out(F.relu(self.state(z) + action)))
 
 
 class Ranker(nn.Module):
@@ -101,16 +111,19 @@ class Ranker(nn.Module):
 
 
 class WorldModelNet(nn.Module):
-    """Encoder, transition and ranker together."""
+    """Encoder, transition (with what actions bring to it) and ranker together."""
 
     def __init__(self, sizes: Sizes | None = None) -> None:
         super().__init__()
         self.sizes = sizes or Sizes()
         self.encoder = Encoder(self.sizes)
+        self.action = Action(self.sizes)
         self.transition = Transition(self.sizes)
         self.ranker = Ranker(self.sizes)
 
-    def rollout(self, z0: Tensor, types: Tensor, actions: Tensor, mask: Tensor) -> list[Tensor]:
+    def rollout(
+        self, z0: Tensor, types: Tensor, actions: Tensor, mask: Tensor, *, truncate: bool = False
+    ) -> list[Tensor]:
         """Latents after each step.
 
         Parameters
@@ -119,9 +132,13 @@ class WorldModelNet(nn.Module):
         types : int64 ``[n, T]``
         actions : ``[n, T, features]``
         mask : bool ``[n, T]``, False beyond a candidate's last action, where the latent stays.
+        truncate : bool
+            Let no gradient flow from a step to the one before it.
         """
         zs, z = [], z0
         for t in range(types.shape[1]):
-            z = torch.where(mask[:, t, None], self.transition(z, types[:, t], actions[:, t]), z)
+            z = z.detach() if truncate else z
+            action = self.action(types[:, t], actions[:, t])
+            z = torch.where(mask[:, t, None], self.transition(z, action), z)
             zs.append(z)
         return zs

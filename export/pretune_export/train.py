@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import pickle
 import sys
@@ -47,6 +48,12 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Candidates per task whose real states are read.
     align, contrast, decode, true_rank : float
         Weights of the losses beside the ranking of predicted latents.
+    regression : float
+        Weight of the scale of the scores within the ranking loss; infinite for regression alone.
+    average : float
+        Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
+    without : str
+        One part to leave out, to see what it is worth (`ABLATIONS`).
     """
 
     datasets: list[str]
@@ -63,10 +70,23 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     decode: float = 0.5
     true_rank: float = 0.5
     regression: float = 0.3
+    average: float = 0.995
+    without: str = ""
     seed: int = 0
     threads: int = 2
     validate_every: int = 2
     sizes: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+ABLATIONS = {
+    "transition": "the ranker sees the initial state",
+    "actions": "the ranker sees no summary of the actions",
+    "state": "the ranker sees no latent",
+    "hardware": "the ranker sees no hardware vector",
+    "ranking": "regression of log latencies instead of ranking",
+    "rollouts": "the transition learns from single steps",
+}
+"""Parts that `TrainConfig.without` can leave out."""
 
 
 @dataclass
@@ -326,7 +346,8 @@ def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float)
 
     The weight of a pair is the difference of ``best / latency``, as the gain differences of LambdaRank
     (Burges, "From RankNet to LambdaRank to LambdaMART", 2010). `regression` adds a Huber loss on centred log
-    latencies, so that scores keep the scale of log latency, which the search's posterior relies on.
+    latencies, so that scores keep the scale of log latency, which the search's posterior relies on; infinite,
+    it is the whole loss.
     """
     same = task[:, None] == task[None]
     gain = target.exp()
@@ -343,7 +364,8 @@ def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float)
         capped = target.clamp_min(-3.0)
         centre_s = torch.zeros(groups).index_add_(0, task, score) / count
         centre_t = torch.zeros(groups).index_add_(0, task, capped) / count
-        loss = loss + regression * F.smooth_l1_loss(score - centre_s[task], capped - centre_t[task], beta=0.3)
+        scale = F.smooth_l1_loss(score - centre_s[task], capped - centre_t[task], beta=0.3)
+        loss = scale if math.isinf(regression) else loss + regression * scale
     return loss
 
 
@@ -360,12 +382,34 @@ class Decoder(torch.nn.Module):
         return self.net(z)
 
 
+def predict(net: WorldModelNet, batch: Batch, without: str = "") -> tuple[Tensor, list[Tensor]]:
+    """Scores ``[n]`` of a batch, and the latents after each step, ``[n, latent]`` each."""
+    z0 = net.encoder(*batch.initial)[batch.task]
+    zs = net.rollout(z0, batch.types, batch.actions, batch.mask, truncate=without == "rollouts")
+    final = z0 if without == "transition" else zs[-1]
+    if without == "rollouts":  # The ranking must not teach the transition through many steps either.
+        final = final.detach()
+    return rank(net, final, batch, without=without), zs
+
+
+def rank(
+    net: WorldModelNet, z: Tensor, batch: Batch, rows: Tensor | slice = slice(None), without: str = ""
+) -> Tensor:
+    """Scores of final latents; `rows` says which candidates of the batch they are of."""
+    summary, hardware = batch.summary[rows], batch.hardware[rows]
+    score, _ = net.ranker(
+        torch.zeros_like(z) if without == "state" else z,
+        torch.zeros_like(summary) if without == "actions" else summary,
+        torch.zeros_like(hardware) if without == "hardware" else hardware,
+    )
+    return score
+
+
 def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConfig) -> dict[str, Tensor]:
     """All loss terms of a batch, unweighted."""
-    z0 = net.encoder(*batch.initial)
-    zs = net.rollout(z0[batch.task], batch.types, batch.actions, batch.mask)
-    score, _ = net.ranker(zs[-1], batch.summary, batch.hardware)
-    out = {"rank": ranking_loss(score, batch.target, batch.task, config.regression)}
+    regression = math.inf if config.without == "ranking" else config.regression
+    score, zs = predict(net, batch, config.without)
+    out = {"rank": ranking_loss(score, batch.target, batch.task, regression)}
     if batch.states is not None:
         true = net.encoder(*batch.states)
         row, step = batch.state_at[:, 0], batch.state_at[:, 1]
@@ -383,10 +427,8 @@ def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConf
         final = step == batch.mask.sum(1)[row] - 1
         if int(final.sum()) > 8:
             rows = row[final]
-            true_score, _ = net.ranker(true[final], batch.summary[rows], batch.hardware[rows])
-            out["true_rank"] = ranking_loss(
-                true_score, batch.target[rows], batch.task[rows], config.regression
-            )
+            true_score = rank(net, true[final], batch, rows, config.without)
+            out["true_rank"] = ranking_loss(true_score, batch.target[rows], batch.task[rows], regression)
     return out
 
 
@@ -405,17 +447,17 @@ def top_k(score: np.ndarray, latency: np.ndarray, k: int) -> float:
 
 @torch.no_grad()
 def score_task(
-    net: WorldModelNet, task: TaskData, machines: dict[str, Machine]
+    net: WorldModelNet, task: TaskData, machines: dict[str, Machine], without: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores and latencies of all candidates of a task."""
     batch = make_batch([task], machines, 10**9, np.random.default_rng(0), states=False)
-    z0 = net.encoder(*batch.initial)
-    z = net.rollout(z0[batch.task], batch.types, batch.actions, batch.mask)[-1]
-    score, _ = net.ranker(z, batch.summary, batch.hardware)
+    score, _ = predict(net, batch, without)
     return score.numpy(), np.exp(-batch.target.numpy().astype(np.float64))
 
 
-def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine]) -> dict[str, float]:
+def validate(
+    net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine], without: str = ""
+) -> dict[str, float]:
     """Mean top-1, top-5 and Spearman over tasks with at least `ENOUGH` candidates.
 
     Raises
@@ -426,7 +468,7 @@ def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Mach
     net.eval()
     rows = []
     for task in tasks:
-        score, latency = score_task(net, task, machines)
+        score, latency = score_task(net, task, machines, without)
         if len(score) >= ENOUGH:
             rows.append((top_k(score, latency, 1), top_k(score, latency, 5), spearman(score, -latency)))
     net.train()
@@ -467,6 +509,9 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.learning_rate, total_steps=config.epochs * per_epoch + 1, pct_start=0.1
     )
+    average = torch.optim.swa_utils.AveragedModel(
+        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(config.average)
+    )
     start, best = 0, {"value": -1.0}
     last, key = out / "last.pt", run_key(config)
     saved = torch.load(last, weights_only=True) if last.exists() else None
@@ -478,6 +523,7 @@ def train(
             stale.unlink(missing_ok=True)
     else:
         net.load_state_dict(saved["net"])
+        average.load_state_dict(saved["average"])
         decoder.load_state_dict(saved["decoder"])
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
@@ -504,6 +550,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            average.update_parameters(net)
             for name, term in terms.items():
                 sums[name] += float(term.detach()) / per_epoch
         line: dict[str, Any] = {
@@ -513,13 +560,13 @@ def train(
         }
         done = epoch + 1 == config.epochs or time.time() > deadline
         if (epoch + 1) % config.validate_every == 0 or done:
-            quality = validate(net, data.validation, data.machines)
+            quality = validate(average.module, data.validation, data.machines, config.without)
             line |= {f"validation_{k}": round(v, 4) for k, v in quality.items()}
             value = quality["top1"] + quality["top5"] + 0.5 * quality["spearman"]
             if value > best["value"]:
                 best = {"value": value, "epoch": epoch + 1, **quality}
                 torch.save(
-                    {"net": net.state_dict(), "sizes": sizes.to_dict(), "best": best, "key": key},
+                    {"net": average.module.state_dict(), "sizes": sizes.to_dict(), "best": best, "key": key},
                     out / "best.pt",
                 )
         with (out / "log.jsonl").open("a") as file:
@@ -527,9 +574,9 @@ def train(
         print(line, flush=True)
         torch.save(
             {
-                "net": net.state_dict(), "decoder": decoder.state_dict(), "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(), "epoch": epoch + 1, "best": best,
-                "key": key,
+                "net": net.state_dict(), "average": average.state_dict(), "decoder": decoder.state_dict(),
+                "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
+                "epoch": epoch + 1, "best": best, "key": key,
             },
             last,
         )  # fmt: skip

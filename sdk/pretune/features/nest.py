@@ -32,6 +32,7 @@ class Env:
         self.n = n
         self._cache: dict[Extent, Value] = {}
         self.summaries: dict[Nest, np.ndarray] = {}
+        self.unrolled: dict[Nest, np.ndarray] = {}
 
     def get(self, extent: Extent) -> Value:
         value = self._cache.get(extent)
@@ -273,7 +274,7 @@ def summarise(
     Returns
     -------
     numpy.ndarray
-        float32 ``[n, len(schema.NEST)]``.
+        float32 ``[n, len(schema.NEST)]``. The columns of `add_unrolling` are zero.
     """
     n = env.n
     out = np.zeros((n, len(NEST)), dtype=np.float32)
@@ -378,7 +379,52 @@ def summarise(
     out[:, _N["accumulator_bytes"]] = log2(accumulators * item)
     out[:, _N["redundancy"]] = np.log2(np.maximum(points / np.maximum(full, 1.0), 2.0**-8)) * 0.125
     out[:, _N["last_reduce"]] = inner_reduce
+    out[:, _N["vector_fill_16"]] = vector / (np.ceil(vector / 16.0) * 16.0)
+    out[:, _N["vector_fill_8"]] = vector / (np.ceil(vector / 8.0) * 8.0)
+    out[:, _N["vectors"]] = log2(accumulators / vector)
     return out
+
+
+def add_unrolling(out: np.ndarray, nest: Nest, env: Env, limit: Value) -> None:
+    """Add to a summary what UnrollLoop will make of the nest.
+
+    It unrolls from inside, as long as the body then holds no more than `limit` stores (TVM's
+    ``pragma_auto_unroll_max_step``). A loop that became lanes of a vector is no loop any more. Where
+    everything within the innermost reduction is unrolled, LLVM can keep the accumulators in registers.
+
+    Parameters
+    ----------
+    out : numpy.ndarray
+        From `summarise`, changed in place.
+    nest : Nest
+    env : Env
+    limit : float or numpy.ndarray
+        ``[n]`` where it depends on a decision.
+    """
+    vector: Value = np.exp2(out[:, _N["vector"]] * 8.0) + 0.5
+    lanes: Value = 1.0
+    unrolled: Value = 1.0
+    goes_on: Value = 1.0
+    in_registers: Value = 1.0
+    within: Value = 1.0  # 1 until the innermost reduction
+    for component in reversed(nest.components):
+        extent = env.get(component.extent)
+        if not isinstance(extent, np.ndarray) and extent == 1.0:
+            continue
+        loop = extent > 1.0
+        if component.is_reduce:
+            within = within * (1.0 - loop)
+            lanes = np.where(loop, np.inf, lanes)
+        else:
+            lanes = lanes * extent
+            loop = loop & (lanes > vector)
+        body = unrolled * extent
+        fits = goes_on * (body <= limit)
+        unrolled = np.where(loop, np.where(fits > 0, body, unrolled), unrolled)
+        goes_on = np.where(loop, fits, goes_on)
+        in_registers = np.where(loop & (within > 0), in_registers * fits, in_registers)
+    out[:, _N["unrolled"]] = log2(unrolled)
+    out[:, _N["in_registers"]] = in_registers
 
 
 def _uncut(cuts: list[Value], position: int) -> Value:
