@@ -152,7 +152,8 @@ def dataset(
 ) -> None:
     """Turn COLLECTED folders into parquet, beside what other machines have measured in the same dataset.
 
-    What was timed on one thread as well becomes a machine of one core, "MACHINE-serial". Run it on the machine that measured: its description goes in.
+    What was timed on one thread as well becomes a machine of one core, "MACHINE-serial".
+    Run it on the machine that measured: its description goes in.
     """
     from pretune_export.collect import read_collected, serial_rows
     from pretune_export.dataset import describe_machine, write_parquet
