@@ -233,6 +233,18 @@ def train(config: Path, out: Path, minutes: float | None) -> None:
 @main.command()
 @click.argument("config", type=FILE)
 @click.argument("run", type=FOLDER)
+@click.option("--epochs", type=int, default=12, show_default=True, help="Of each training run.")
+def ablate(config: Path, run: Path, epochs: int) -> None:
+    """Train with each part of the model left out, for RUN/ablations.json."""
+    from pretune_export.ablations import ablate as judge
+
+    cache = run / "encoded.pickle"
+    click.echo(json.dumps(judge(_config(config), run / "ablations", epochs=epochs, cache=cache)))
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
 @click.option("--out", type=FOLDER, help="Where evaluation.json and ranking.png go; RUN by default.")
 def evaluate(config: Path, run: Path, out: Path | None) -> None:
     """Rank the test and validation tasks with the weights of a training RUN."""
