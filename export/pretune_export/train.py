@@ -486,6 +486,20 @@ def validate(
     }
 
 
+def fit_inputs(net: WorldModelNet, data: Data) -> None:
+    """Standardise the networks' inputs by the training tasks: initial and real states, actions, summaries."""
+    groups = [g for task in data.train for g in task.groups]
+    states = [task.initial for task in data.train] + [s for g in groups for s in g.states.values()]
+    loops = np.concatenate([s.loops.reshape(-1, s.loops.shape[2]) for s in states])
+    arrays = (
+        np.concatenate([a[:2] for g in groups for a in g.actions]),
+        np.concatenate([g.summary for g in groups]),
+        np.concatenate([s.blocks for s in states]),
+        loops[(loops != 0).any(1)],
+    )
+    net.fit_inputs(*(torch.from_numpy(a) for a in arrays))
+
+
 # -- the loop ------------------------------------------------------------------------------------------------
 
 
@@ -502,6 +516,7 @@ def train(
     data = load_data(config, cache)
     sizes = Sizes(**config.sizes)
     net, decoder = WorldModelNet(sizes), Decoder(sizes)
+    fit_inputs(net, data)
     optimizer = torch.optim.AdamW(
         [*net.parameters(), *decoder.parameters()], lr=config.learning_rate, weight_decay=config.weight_decay
     )
