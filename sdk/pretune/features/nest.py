@@ -243,6 +243,29 @@ def footprint(access: Access, tiles: dict[int, Value]) -> Value:
     return out
 
 
+class _Run:
+    """How many lanes of a vectorised loop an access covers with one load: consecutive elements, or the same.
+
+    The vectorised loop is a fusion of inner loops. Where an access is no ramp over all of it (say, rows of a
+    padded image), LLVM gathers lane by lane.
+    """
+
+    def __init__(self) -> None:
+        self.contiguous: Value = 1.0
+        self.broadcast: Value = 1.0
+        self._consecutive: Value = 1.0
+        self._same: Value = 1.0
+
+    def grow(self, lanes: Value, extent: Value, stride: Value) -> None:
+        """Add the next loop outwards. `lanes` is 1 where it is a part of the vector."""
+        self._consecutive = np.where(
+            lanes > 0, self._consecutive * (stride == self.contiguous), self._consecutive
+        )
+        self._same = np.where(lanes > 0, self._same * np.equal(stride, 0.0), self._same)
+        self.contiguous = np.where(lanes * self._consecutive > 0, self.contiguous * extent, self.contiguous)
+        self.broadcast = np.where(lanes * self._same > 0, self.broadcast * extent, self.broadcast)
+
+
 _N = {name: i for i, name in enumerate(NEST)}
 
 
@@ -290,6 +313,7 @@ def summarise(
     vector: Value = 1.0
     vector_open: Value = 1.0  # 1 while the run of spatial inner loops goes on
     accumulators: Value = 1.0
+    register_bytes: Value = held[0]  # touched by the loops within the innermost reduction
     reduction: Value = 1.0
     stage: Value = 0.0  # 0 before the first non-unit reduction loop, 1 within its run, 2 after
     found: Value = 0.0  # number of non-unit loops met
@@ -297,6 +321,7 @@ def summarise(
     strides = [np.full(n, -1.0, dtype=np.float32) for _ in accesses]
     inner_reduce = np.zeros(n, dtype=np.float32)
     nonunit: Value = 0.0
+    runs = [_Run() for _ in accesses]
 
     for position, component in reversed(placed):
         extent = env.get(component.extent)
@@ -306,6 +331,7 @@ def summarise(
             continue
         big = np.asarray(extent > 1.0, dtype=np.float32)
         points = points * extent
+        step = tiles.get(component.axis, 1.0)  # by which the axis moves from one iteration to the next
         if component.axis >= 0:
             tiles[component.axis] = tiles.get(component.axis, 1.0) * extent
         total = sum(footprint(a, tiles) for a in accesses)
@@ -327,9 +353,14 @@ def summarise(
         else:
             grown = vector * extent
             open_ = vector_open * (grown <= vector_limit)
+            lanes = big * (open_ > 0)
+            if np.any(lanes):
+                for run, a in zip(runs, accesses, strict=True):
+                    run.grow(lanes, extent, abs(_axis_stride(a, component.axis)) * step)
             vector = np.where(open_ > 0, grown, vector)
             vector_open = open_
             accumulators = np.where(stage == 0, accumulators * extent, accumulators)
+            register_bytes = np.where(stage == 0, total, register_bytes)
             stage = np.where((stage == 1) & (big > 0), 2.0, stage)
         found = found + big
         nonunit = nonunit + big
@@ -363,6 +394,9 @@ def summarise(
         out[:, _N[f"inner_stride_{k}"]] = log2(strides[k] + 1.0)
         out[:, _N[f"inner_broadcast_{k}"]] = strides[k] == 0
         out[:, _N[f"inner_contiguous_{k}"]] = strides[k] == 1
+        length = np.maximum(runs[k].contiguous, runs[k].broadcast)
+        out[:, _N[f"vector_run_{k}"]] = log2(length)
+        out[:, _N[f"vector_whole_{k}"]] = length == vector
     out[:, _N["accumulators"]] = log2(accumulators)
     out[:, _N["inner_reduction"]] = log2(reduction)
     out[:, _N["parallel"]] = log2(fused)
@@ -382,6 +416,7 @@ def summarise(
     out[:, _N["vector_fill_16"]] = vector / (np.ceil(vector / 16.0) * 16.0)
     out[:, _N["vector_fill_8"]] = vector / (np.ceil(vector / 8.0) * 8.0)
     out[:, _N["vectors"]] = log2(accumulators / vector)
+    out[:, _N["register_traffic"]] = np.log2(register_bytes / accumulators) * 0.125
     return out
 
 
