@@ -243,27 +243,48 @@ def footprint(access: Access, tiles: dict[int, Value]) -> Value:
     return out
 
 
-class _Run:
-    """How many lanes of a vectorised loop an access covers with one load: consecutive elements, or the same.
+class _Lanes:
+    """One access across the loops that may become a vector, innermost first.
 
-    The vectorised loop is a fusion of inner loops. Where an access is no ramp over all of it (say, rows of a
-    padded image), LLVM gathers lane by lane.
+    RewriteParallelVectorizeUnroll fuses inner loops into a vector as long as no access forbids it: the first
+    loop that an access depends on must have stride 1, unless it is the innermost, and each further one must
+    go on where the last ended. Loops that it does not depend on are always welcome: an access may still be no
+    ramp over the whole vector, and LLVM then gathers it lane by lane.
     """
 
-    def __init__(self) -> None:
-        self.contiguous: Value = 1.0
-        self.broadcast: Value = 1.0
-        self._consecutive: Value = 1.0
-        self._same: Value = 1.0
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._next: Value = 0.0  # stride that goes on where the loops so far end; 0 before the first
+        self.run: Value = 1.0  # lanes that are consecutive elements
+        self.same: Value = 1.0  # lanes that are one element
+        self._growing: Value = 1.0
+        self._constant: Value = 1.0
 
-    def grow(self, lanes: Value, extent: Value, stride: Value) -> None:
-        """Add the next loop outwards. `lanes` is 1 where it is a part of the vector."""
-        self._consecutive = np.where(
-            lanes > 0, self._consecutive * (stride == self.contiguous), self._consecutive
-        )
-        self._same = np.where(lanes > 0, self._same * np.equal(stride, 0.0), self._same)
-        self.contiguous = np.where(lanes * self._consecutive > 0, self.contiguous * extent, self.contiguous)
-        self.broadcast = np.where(lanes * self._same > 0, self.broadcast * extent, self.broadcast)
+    def stride(self, axis: int, step: Value) -> Value:
+        """Elements from one iteration to the next, as the postprocessor sees them: along one dimension."""
+        for size, form in zip(
+            reversed(self._access.buffer.strides), reversed(self._access.index), strict=True
+        ):
+            if c := form.get(axis, 0.0):
+                return abs(c) * size * step
+        return 0.0
+
+    def allows(self, extent: Value, stride: Value, innermost: bool) -> Value:
+        """1.0 where the access lets a loop join the vector of those within it."""
+        used = np.logical_and(np.not_equal(stride, 0.0), extent > 1.0)
+        first = np.equal(self._next, 0.0)
+        fits = np.where(first, innermost | np.equal(stride, 1.0), np.equal(stride, self._next))
+        return np.where(used, fits, True).astype(np.float32)
+
+    def take(self, taken: Value, extent: Value, stride: Value) -> None:
+        """Go on to the next loop; `taken` is 1 where it joins the vector."""
+        taken = np.logical_and(taken, extent > 1.0)
+        used = np.logical_and(taken, np.not_equal(stride, 0.0))
+        self._next = np.where(used, stride * extent, self._next)
+        self._growing = np.where(taken, self._growing * np.equal(stride, self.run), self._growing)
+        self._constant = np.where(used, 0.0, self._constant)
+        self.run = np.where(np.logical_and(taken, self._growing), self.run * extent, self.run)
+        self.same = np.where(np.logical_and(taken, self._constant), self.same * extent, self.same)
 
 
 _N = {name: i for i, name in enumerate(NEST)}
@@ -321,12 +342,13 @@ def summarise(
     strides = [np.full(n, -1.0, dtype=np.float32) for _ in accesses]
     inner_reduce = np.zeros(n, dtype=np.float32)
     nonunit: Value = 0.0
-    runs = [_Run() for _ in accesses]
+    lanes = [_Lanes(a) for a in accesses + [a for a in nest.accesses if a not in accesses]]
 
     for position, component in reversed(placed):
         extent = env.get(component.extent)
         if cuts and position < len(nest.loops) - 1:
             vector_open = vector_open * _uncut(cuts, position)
+        innermost = position == len(nest.loops) - 1
         if not isinstance(extent, np.ndarray) and extent == 1.0:
             continue
         big = np.asarray(extent > 1.0, dtype=np.float32)
@@ -352,11 +374,13 @@ def summarise(
             stage = np.where((stage == 0) & (big > 0), 1.0, stage)
         else:
             grown = vector * extent
+            strides_now = [one.stride(component.axis, step) for one in lanes]
             open_ = vector_open * (grown <= vector_limit)
-            lanes = big * (open_ > 0)
-            if np.any(lanes):
-                for run, a in zip(runs, accesses, strict=True):
-                    run.grow(lanes, extent, abs(_axis_stride(a, component.axis)) * step)
+            if np.any(open_):
+                for one, stride in zip(lanes, strides_now, strict=True):
+                    open_ = open_ * one.allows(extent, stride, innermost)
+                for one, stride in zip(lanes, strides_now, strict=True):
+                    one.take(open_, extent, stride)
             vector = np.where(open_ > 0, grown, vector)
             vector_open = open_
             accumulators = np.where(stage == 0, accumulators * extent, accumulators)
@@ -394,7 +418,7 @@ def summarise(
         out[:, _N[f"inner_stride_{k}"]] = log2(strides[k] + 1.0)
         out[:, _N[f"inner_broadcast_{k}"]] = strides[k] == 0
         out[:, _N[f"inner_contiguous_{k}"]] = strides[k] == 1
-        length = np.maximum(runs[k].contiguous, runs[k].broadcast)
+        length = np.maximum(lanes[k].run, lanes[k].same)
         out[:, _N[f"vector_run_{k}"]] = log2(length)
         out[:, _N[f"vector_whole_{k}"]] = length == vector
     out[:, _N["accumulators"]] = log2(accumulators)
