@@ -7,6 +7,16 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_weights_of_the_user(tmp_path_factory):
+    """What the user of this machine has pulled or fine-tuned is not tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRETUNE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.delenv("PRETUNE_LOCK", raising=False)
+        yield
+
+
 @pytest.fixture(scope="session")
 def weights() -> Path:
     """The shipped weights."""

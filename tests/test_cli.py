@@ -241,7 +241,9 @@ def test_a_run(tuned):
     assert [record.trial for record in trials] == list(range(TRIALS + 1))
     assert trials[0].trace is None and len({record.trace_key for record in trials}) == TRIALS + 1
     assert any(record.kind == "final" for record in records)
-    assert err.startswith("task 1/1 matmul")
+    lines = err.splitlines()
+    assert lines[0].startswith("task 1/1 matmul  0/6 trials") and lines[-1].startswith("task 1/1 matmul  ")
+    assert f"search, {TRIALS} trials" in lines[-1] or "default: nothing was faster" in lines[-1]
 
 
 def test_the_database_makes_stock_tvm_compute_the_same(tuned, matmul):

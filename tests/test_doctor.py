@@ -59,7 +59,7 @@ def test_a_cache_in_the_place_of_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("PRETUNE_CACHE", str(tmp_path / "file"))
     report = doctor.report()
     assert not report["cache"]["writable"]
-    assert not any("cache" in problem for problem in report["problems"])  # nothing is kept there yet
+    assert not any("cache" in problem for problem in report["problems"])  # only a pull writes there
     assert "cannotbewritten" in "".join(rendered(report).split())  # the line is folded
 
 

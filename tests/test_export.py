@@ -224,29 +224,6 @@ def test_a_run_of_other_data_starts_anew(made, tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_real_states_follow_the_steps(made):
-    """The state after the last instruction is that of the schedule before postprocessing."""
-    from pretune.features import ActionEncoder, encode_state
-    from pretune.features.program import read_program
-    from pretune.space import TaskSpace
-    from pretune_export.trajectories import FINAL, Replayer
-
-    mod = conv2d_relu()
-    space = TaskSpace.generate(mod, TARGET)
-    design = space.spaces[-1]
-    encoder = ActionEncoder(read_program(mod["main"]), design.insts, cores=2)
-    candidate = space.materialise(len(space.spaces) - 1, design.sample(1, np.random.default_rng(0))[0])
-    steps = [s.inst for s in encoder.steps]
-    wanted = [s for s, inst in enumerate(steps) if inst >= 0]
-    decisions = [d.tolist() for d in candidate.decisions]
-    states = Replayer(mod, TARGET, 2).states(design.insts, decisions, steps, [*wanted, FINAL])
-    assert set(states) == {*wanted, FINAL}
-    np.testing.assert_array_equal(states[FINAL].blocks, encode_state(candidate.mod["main"], cores=2).blocks)
-    splits = [s for s in wanted if encoder.steps[s].name == "Split"]
-    loops = [int((states[s].loops != 0).any(-1).sum()) for s in splits]
-    assert loops == sorted(loops) and loops[0] < loops[-1]  # every split adds loops
-
-
 def test_the_sdk_runs_what_was_exported(made):
     from pretune.hardware import detect, hardware_for_target
     from pretune.model import TaskScorer, WorldModel, load_weights
@@ -308,18 +285,6 @@ def test_the_card_is_one_the_hub_reads(made):
     assert "Validation networks chose the epoch, so their figures flatter" in text
     command = f"pretune-export make {made}/config.toml {made}/run {made}/cpu-x86-64-v3"
     assert f"Trained by `{command}`" in text
-
-
-def test_the_card_quotes_a_search_benchmark():
-    from pretune_export.card import search_figures
-
-    bench = {
-        "compared": 22, "trials": 64, "baseline_trials": 64, "cpu": "Z80", "microarch": "z80", "cores": 2,
-        "geomean": 1.234, "median": 1.1, "geomean_zero": None,
-    }  # fmt: skip
-    found = search_figures(bench)
-    assert "on Z80 (z80, 2 cores)" in found["note"] and "22 subgraph runs" in found["note"]
-    assert found["figures"] == {"geometric mean": "1.23", "median": "1.10"}
 
 
 def test_the_manifest_lists_every_file(made):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 
-import msgspec
 import numpy as np
 import pytest
 
 from pretune.errors import WeightsError
 from pretune.features.schema import SCHEMA_VERSION
 from pretune.hardware import detect, hardware_for_target
-from pretune.model import TaskScorer, WorldModel, find_weights, load_weights
-from pretune.model.weights import ONNX_FILES, consider
+from pretune.model import TaskScorer, WorldModel, load_weights
+from pretune.model.weights import ONNX_FILES
 from pretune.search import Posterior, TaskSearch
 from pretune.space import TaskSpace
 from programs import TARGET, conv2d_relu, matmul, softmax
@@ -195,48 +194,6 @@ def test_an_unknown_format_is_named_before_anything_else_is_read(copy):
     edit(copy, format_version=99)
     with pytest.raises(WeightsError, match="weights format 99"):
         load_weights(copy)
-
-
-@pytest.mark.parametrize(
-    ("covers", "hardware", "judged"),
-    [
-        ({}, {}, (True, "compatible", "same instruction set level x86-64-v4")),
-        ({}, {"microarch": "znver4"}, (True, "measured", "measured on znver4")),
-        ({}, {"isa_level": "x86-64-v3"}, (True, "uncovered", "for x86-64-v4, this is x86-64-v3")),
-        ({"isa_level": "x86-64-v2"}, {}, (True, "compatible", "lower instruction set level x86-64-v2")),
-        ({"isa_level": ""}, {}, (True, "compatible", "any x86_64")),
-        ({"isa_level": "x86-64-v9"}, {}, (False, "uncovered", "for x86-64-v9, a level of x86_64 that")),
-        ({}, {"arch": "aarch64"}, (False, "uncovered", "for cpu x86_64, this is cpu aarch64")),
-        ({}, {"kind": "cuda"}, (False, "uncovered", "for cpu x86_64, this is cuda x86_64")),
-    ],
-)
-def test_coverage(copy, covers, hardware, judged):
-    machine = {"kind": "cpu", "arch": "x86_64", "microarch": "skylake-avx512", "isa_level": "x86-64-v4"}
-    known = json.loads((copy / "config.json").read_text())["covers"]
-    edit(copy, covers=known | covers)
-    (found,) = consider(msgspec.structs.replace(detect(), **(machine | hardware)), [copy])
-    accepted, coverage, reason = judged
-    assert (found.accepted, found.coverage) == (accepted, coverage) and found.reason.startswith(reason)
-
-
-def test_the_closest_of_weights_that_do_not_cover_comes_first(weights, tmp_path):
-    for name, level in (("a", "x86-64-v4"), ("b", "x86-64-v3"), ("c", "x86-64-v9")):
-        shutil.copytree(weights, tmp_path / name)
-        edit(tmp_path / name, name=name, covers={"kind": "cpu", "arch": "x86_64", "isa_level": level})
-    folders = sorted(tmp_path.iterdir())
-    old = msgspec.structs.replace(detect(), kind="cpu", arch="x86_64", isa_level="x86-64-v2")
-    assert [found.name for found in consider(old, folders)] == ["b", "a", "c"]
-    new = msgspec.structs.replace(old, isa_level="x86-64-v4", microarch="other")
-    assert [found.name for found in consider(new, folders)] == ["a", "b", "c"]
-
-
-def test_weights_that_do_not_cover_are_used_with_a_notice(weights, hardware):
-    assert hardware.isa_level == "x86-64-v3"
-    for found in (find_weights(hardware), find_weights(hardware, weights)):
-        assert "cpu-x86-64-v4 do not cover this target (for x86-64-v4, this is x86-64-v3)" in found.notice
-    assert find_weights(msgspec.structs.replace(hardware, isa_level="x86-64-v4")).notice == ""
-    with pytest.raises(WeightsError, match=r"no weights for .*--weights.*ms\.tune_relax"):
-        find_weights(msgspec.structs.replace(hardware, arch="riscv64"))
 
 
 def test_the_search_explores_unless_it_is_greedy(model, hardware):

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import tvm
 from tvm import s_tir, te
 
+from pretune.cli import DEMO
+from pretune.errors import MeasureError
 from pretune.hardware import detect, hardware_for_target
+from pretune.intake import load_program
+from pretune.intake.program import TensorSpec
 from pretune.intake.task import Task, make_task
+from pretune.library import library_key, time_library
 from pretune.measure import MeasurePool
+from pretune.measure.noise import LEAST_TRIALS, busy_notice
 from pretune.measure.result import Measured
 from pretune.model import WorldModel, load_weights
+from pretune.progress import show_progress
 from pretune.records import Record, RunFolder, best_records, latest_finals, make_record, target_key
 from pretune.space import trace_to_json
-from pretune.tuning import FINALISTS, Run
+from pretune.tuning import FINALISTS, Progress, Run, TaskResult, build_deadline, limits, tune
 from programs import TARGET, matmul
 
 HARDWARE = hardware_for_target(TARGET, detect())
@@ -114,9 +123,6 @@ def test_a_reference_that_fails_only_when_outputs_are_compared(pool, model, tmp_
 
 
 def test_a_linker_that_fails_is_a_notice(weights, tmp_path, monkeypatch):
-    from pretune import tune
-    from pretune.cli import DEMO
-
     linker = tmp_path / "broken-g++"
     linker.write_text("#!/bin/sh\necho 'ld: out of order' >&2\nexit 1\n")
     linker.chmod(0o755)
@@ -126,3 +132,99 @@ def test_a_linker_that_fails_is_a_notice(weights, tmp_path, monkeypatch):
     (notice,) = [text for text in result.notices if "linking it fails" in text]
     assert "ld: out of order" in notice and "\n" not in notice
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == result.to_dict()
+
+
+# -- deadlines, noise ----------------------------------------------------------------------------------------
+
+
+def test_a_deadline_is_learnt_from_what_was_built():
+    assert build_deadline([0.1] * 7, 10.0) == 10.0  # too few to tell
+    assert build_deadline([0.1] * 8, 10.0) == 2.0
+    assert build_deadline([0.5] * 8 + [9.0], 10.0) == 4.0
+    assert build_deadline([3.0] * 8, 10.0) == 10.0
+
+
+def test_other_deadlines_hold_meanwhile(pool):
+    usual = (pool.build_timeout, pool.run_timeout)
+    with limits(pool, build=0.01):
+        (measured,) = pool.measure([matmul()])
+        assert (measured.error_kind, measured.error) == ("build-timeout", "took longer than 0.01 s")
+    assert (pool.build_timeout, pool.run_timeout) == usual
+
+
+def test_a_busy_machine_is_told_from_a_quiet_one():
+    quiet, noisy = [0.02] * LEAST_TRIALS, [0.02, 0.3, 0.5] * 4
+    assert busy_notice([]) == busy_notice([quiet]) == ""
+    assert busy_notice([noisy[: LEAST_TRIALS - 1]]) == ""  # too few to tell
+    assert busy_notice([quiet] * 60 + [noisy]) == ""  # as happens on a quiet machine
+    text = busy_notice([quiet, noisy])
+    assert "busy while 1 of 2 tasks were timed" in text and "differ by 30%" in text and "\n" not in text
+
+
+# -- a whole model -------------------------------------------------------------------------------------------
+
+
+def test_a_whole_model_is_timed_and_not_built_again(weights, tmp_path):
+    seen: list[Progress] = []
+
+    def run(trials: int):
+        seen.clear()
+        return tune(
+            DEMO, op="*matmul*", trials=trials, weights=weights, out=tmp_path, on_progress=seen.append
+        )
+
+    first = run(2)
+    assert first.library is not None and first.model is not None, first.notices
+    assert first.model.speedup == first.model.untuned / first.model.tuned > 0
+    assert all(progress.resumed is None for progress in seen)
+    assert [progress.result for progress in seen if progress.result] == first.tasks
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found == first.to_dict() and found["model"]["speedup"] == first.model.speedup
+    built = first.library.stat().st_mtime_ns
+
+    again = run(2)
+    assert (again.library, again.library_key, again.model) == (first.library, first.library_key, first.model)
+    assert first.library.stat().st_mtime_ns == built
+    assert {progress.resumed for progress in seen} == {len(first.tasks)}
+
+    # A run that was stopped leaves no result: its records tell which tasks were done.
+    (tmp_path / "result.json").unlink()
+    more = run(3)
+    assert {progress.resumed for progress in seen} == {0}
+    assert more.library is not None and more.library.stat().st_mtime_ns > built
+
+
+def test_a_library_key_is_that_of_its_parts(tmp_path):
+    program = load_program(DEMO, target=TARGET)
+    key = library_key(program, TARGET, tmp_path)
+    assert key == library_key(load_program(DEMO, target=TARGET), TARGET, tmp_path)
+    (tmp_path / "database_tuning_record.json").write_text("[]")
+    assert key != library_key(program, TARGET, tmp_path)
+
+
+def test_a_model_that_cannot_be_timed(tmp_path):
+    program = load_program(DEMO, target=TARGET)
+    (tmp_path / "model.so").write_text("not a library")
+    with pytest.raises(MeasureError, match=r"model\.so"):
+        time_library(program, TARGET, tmp_path / "model.so", 1)
+    odd = replace(program, inputs=(TensorSpec("x", (1,), "float6_e2m3"),))
+    with pytest.raises(MeasureError, match=r"inputs cannot be made: .*float6_e2m3"):
+        time_library(odd, TARGET, tmp_path / "model.so", 1)
+
+
+def test_progress_where_there_is_no_terminal(capsys):
+    def progress(index: int, trials: int, result: TaskResult | None = None) -> Progress:
+        return Progress(f"task{index}", index, 2, trials, 8, 1e-3, 2e-3, math.nan, 1, result)
+
+    with show_progress(False) as on_progress:
+        assert on_progress is not None
+        for index in range(2):
+            for trials in (0, 4, 8):
+                on_progress(progress(index, trials))
+            done = TaskResult("", f"task{index}", 1, 2e-3, 1e-3, "search", 8)
+            on_progress(progress(index, 8, done))
+    assert capsys.readouterr().err.splitlines() == [
+        "resumed: 1 of 2 tasks were done",
+        "task 1/2 task0  search, 8 trials  best 1 ms  default 2 ms",
+        "task 2/2 task1  search, 8 trials  best 1 ms  default 2 ms",
+    ]

@@ -8,10 +8,14 @@ from typing import Any
 
 import jinja2
 
-NAMES = {"top1": "top-1 score", "top5": "top-5 score", "spearman": "Spearman correlation"}
+COLUMNS = {
+    "top1": "top-1", "top5": "top-5", "weighted_top1": "weighted top-1", "weighted_top5": "weighted top-5",
+    "spearman": "Spearman",
+}  # fmt: skip
+"""Figures that the tables show, and what they are called there."""
 
 
-def write_card(folder: Path, evaluation: dict[str, Any], search: dict[str, Any] | None = None) -> Path:
+def write_card(folder: Path, evaluation: dict[str, Any]) -> Path:
     """Write ``README.md`` of a weights folder.
 
     Parameters
@@ -20,8 +24,6 @@ def write_card(folder: Path, evaluation: dict[str, Any], search: dict[str, Any] 
         With ``config.json``, ``manifest.json`` and ``model.safetensors``.
     evaluation : dict
         From `evaluate.evaluate`.
-    search : dict, optional
-        ``note`` and ``figures`` of a search benchmark, as measured.
     """
     from safetensors import safe_open
 
@@ -34,32 +36,20 @@ def write_card(folder: Path, evaluation: dict[str, Any], search: dict[str, Any] 
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
+    environment.filters["figures"] = _figures
     text = environment.get_template("card.md.jinja").render(
         config=config,
         provenance=provenance,
         evaluation=evaluation,
         main=evaluation[evaluation["main"]],
-        search=search,
         parameters=parameters,
-        names=NAMES,
+        columns=COLUMNS,
     )
     path = folder / "README.md"
     path.write_text(text)
     return path
 
 
-def search_figures(bench: dict[str, Any]) -> dict[str, Any]:
-    """What a card quotes of the JSON of ``pretune bench search``."""
-    note = (
-        f"`pretune bench search`: {bench['compared']} subgraph runs of networks that training never saw, "
-        f"pretune at {bench['trials']} trials against stock MetaSchedule (EvolutionarySearch, XGBModel) at "
-        f"{bench['baseline_trials']}, same builder and runner, winners timed again in turns, on "
-        f"{bench['cpu']} ({bench['microarch']}, {bench['cores']} cores). "
-        "MetaSchedule latency / pretune latency:"
-    )
-    named = {
-        "geometric mean": bench["geomean"],
-        "median": bench["median"],
-        "geometric mean, unmeasured first choice": bench["geomean_zero"],
-    }
-    return {"note": note, "figures": {k: f"{v:.2f}" for k, v in named.items() if v is not None}}
+def _figures(found: dict[str, float], *names: str) -> str:
+    """Cells of a table; a dash for a figure that there is none of."""
+    return " | ".join(f"{found[name]:.3f}" if name in found else "-" for name in names or COLUMNS)

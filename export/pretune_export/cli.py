@@ -4,9 +4,11 @@
     pretune-export suite    an evaluation suite -> tuning tasks, for tests only
     pretune-export collect  tasks -> measured schedules, resumable
     pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
+    pretune-export trajectories  tasks -> real states along random schedules, unmeasured
     pretune-export make     dataset -> trained, evaluated, exported weights with their card
 
-``train``, ``evaluate``, ``onnx`` and ``card`` are the steps of ``make`` one by one.
+``train``, ``evaluate``, ``onnx`` and ``card`` are the steps of ``make`` one by one. ``baselines`` and
+``scaling`` train other models for comparison; ``evaluate`` and ``card`` take in what they leave in the run.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class _Commands(SDKCommands, _NeedsExtra):
     """Errors as ``pretune`` reports them."""
 
 
-EXTRA = ("torch", "transformers", "pyarrow", "safetensors", "jinja2", "matplotlib", "onnxscript")
+EXTRA = (
+    "torch", "transformers", "pyarrow", "safetensors", "jinja2", "matplotlib", "onnxscript", "scipy",
+    "xgboost",
+)  # fmt: skip
 """Packages of the extra, by the names they are imported under."""
 
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -78,8 +83,9 @@ def corpus(
 
     made, _hardware = _target(target)
     forbidden = forbidden_task_ids(exclude, made) if exclude else frozenset()
-    names = [name.strip() for name in only.split(",") if name.strip()] if only else None
-    count = build_corpus(out, made, names, forbidden=forbidden, per_network=per_network, timeout=timeout)
+    count = build_corpus(
+        out, made, _names(only) or None, forbidden=forbidden, per_network=per_network, timeout=timeout
+    )
     if not count:
         raise PretuneError(f"{out}: no network gave a task; the warnings above say why")
     click.echo(count)
@@ -206,6 +212,41 @@ def convert(folder: Path, out: Path, exclude: Path | None) -> None:
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
 
 
+@main.command()
+@click.argument("corpus_file", metavar="CORPUS", type=FILE)
+@click.argument("out", type=FOLDER)
+@click.option(
+    "--target", default="native", show_default=True, help="Such as nvidia/nvidia-a100; no GPU needed."
+)
+@click.option("--cores", type=click.IntRange(1), help="Cores of a target that does not say, such as a GPU's.")
+@click.option("--per-task", type=click.IntRange(1), default=80, show_default=True)
+@click.option("--states", type=click.IntRange(0), default=1, show_default=True, help="Intermediate states.")
+@click.option(
+    "--stores",
+    type=click.FloatRange(0, 1),
+    default=0.25,
+    show_default=True,
+    help="Share of trajectories with per-store features.",
+)
+@click.option("--processes", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--minutes", type=float, help="Stop starting new tasks after this long.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def trajectories(
+    corpus_file: Path, out: Path, target: str, cores: int | None, per_task: int, states: int, stores: float,
+    processes: int, minutes: float | None, seed: int,
+) -> None:  # fmt: skip
+    """Replay random schedules of the tasks in CORPUS, unmeasured, to OUT for `pretrain`; resumes there."""
+    from pretune_export.networks import load_corpus
+    from pretune_export.trajectories import GenerateOptions, generate
+
+    made, hardware = _target(target)
+    options = GenerateOptions(per_task=per_task, states=states, stores=stores, seed=seed)
+    deadline = time.time() + 60 * minutes if minutes else float("inf")
+    tasks = list(load_corpus(corpus_file))
+    cores = cores or hardware.cores
+    click.echo(generate(tasks, made, hardware.kind, cores, out, options, processes, deadline))
+
+
 def _config(path: Path) -> Any:
     import msgspec
 
@@ -245,16 +286,63 @@ def ablate(config: Path, run: Path, epochs: int) -> None:
 @main.command()
 @click.argument("config", type=FILE)
 @click.argument("run", type=FOLDER)
-@click.option("--out", type=FOLDER, help="Where evaluation.json and ranking.png go; RUN by default.")
+@click.option("--out", type=FOLDER, help="Where evaluation.json and evaluation.png go; RUN by default.")
 def evaluate(config: Path, run: Path, out: Path | None) -> None:
-    """Rank the test and validation tasks with the weights of a training RUN."""
-    from pretune_export.evaluate import evaluate as judge
-    from pretune_export.train import load_best, load_data
+    """Rank the test and validation tasks with the weights of a training RUN.
 
-    settings = _config(config)
-    net = load_best(run, settings)
-    result = judge(net, load_data(settings, run / "encoded.pickle"), out or run)
+    RUN may hold baselines.json, ablations.json (figures by name), scaling.json and search*.json (of pretune
+    bench search): they become part of the evaluation.
+    """
+    from pretune_export.evaluate import evaluate as judge
+
+    result = judge(_config(config), run, out or run)
     click.echo(json.dumps({result["main"]: result["mean"]}))
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
+@click.option("--only", metavar="NAME,NAME", help="Only these; all by default.")
+def baselines(config: Path, run: Path, only: str | None) -> None:
+    """Train the cost models of the literature on the data of CONFIG; writes RUN/baselines.json.
+
+    Those that are in there already are not trained again.
+    """
+    from pretune_export.evidence.baselines import BASELINES, compare
+
+    names = _names(only) or list(BASELINES)
+    if unknown := [name for name in names if name not in BASELINES]:
+        raise OptionError(f"no baseline {unknown[0]!r}; there are: {', '.join(BASELINES)}")
+    run.mkdir(parents=True, exist_ok=True)
+    found = compare(_config(config), run, names)["baselines"]
+    click.echo(json.dumps({n: (found[n].get("test") or found[n]["validation"])["mean"] for n in names}))
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
+@click.option("--tasks", metavar="N,N", help="Numbers of training tasks, such as 50,100,200.")
+@click.option("--schedules", metavar="N,N", help="Numbers of schedules of each, such as 4,8,16,32.")
+def scaling(config: Path, run: Path, tasks: str | None, schedules: str | None) -> None:
+    """Train as CONFIG says on parts of its data; writes RUN/scaling.json, and works in RUN/scaling."""
+    from pretune_export.evidence.scaling import scaling as scale
+
+    counts = {name: _counts(f"--{name}", text) for name, text in (("tasks", tasks), ("schedules", schedules))}
+    if not any(counts.values()):
+        raise OptionError("nothing to vary; give --tasks or --schedules")
+    run.mkdir(parents=True, exist_ok=True)
+    click.echo(json.dumps(scale(_config(config), run, **counts)))
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _counts(option: str, text: str | None) -> list[int]:
+    try:
+        return [int(name) for name in _names(text)]
+    except ValueError:
+        raise OptionError(f"{option} {text}: expected numbers, as in {option} 50,100") from None
 
 
 @main.command()
@@ -281,17 +369,15 @@ def onnx(config: Path, run: Path, out: Path) -> None:
 @main.command()
 @click.argument("run", type=FOLDER)
 @click.argument("out", type=FOLDER)
-@click.option("--search", type=FILE, help="JSON of `pretune bench search`, quoted on the card.")
-def card(run: Path, out: Path, search: Path | None) -> None:
+def card(run: Path, out: Path) -> None:
     """Write the card of the weights in OUT from the evaluation in RUN."""
     import shutil
 
-    from pretune_export.card import search_figures, write_card
+    from pretune_export.card import write_card
     from pretune_export.onnx import write_manifest
 
-    shutil.copyfile(run / "ranking.png", out / "ranking.png")
-    evaluation = json.loads((run / "evaluation.json").read_text())
-    write_card(out, evaluation, search_figures(json.loads(search.read_text())) if search else None)
+    shutil.copyfile(run / "evaluation.png", out / "evaluation.png")
+    write_card(out, json.loads((run / "evaluation.json").read_text()))
     provenance = json.loads((out / "manifest.json").read_text())["provenance"]
     write_manifest(out, provenance)
     click.echo(out / "README.md")
@@ -309,7 +395,7 @@ def make(ctx: click.Context, config: Path, run: Path, out: Path, minutes: float 
     ctx.invoke(train, config=config, out=run, minutes=minutes)
     ctx.invoke(evaluate, config=config, run=run, out=None)
     ctx.invoke(onnx, config=config, run=run, out=out)
-    ctx.invoke(card, run=run, out=out, search=None)
+    ctx.invoke(card, run=run, out=out)
     click.echo(f"made in {(datetime.now(UTC) - started).total_seconds():.0f} s", err=True)
 
 

@@ -3,7 +3,7 @@
 A dataset folder under ``hub_cards/datasets/`` holds
 
 ``tasks.parquet``
-    One row per task: id, network names, split, name, shapes, program (TVM JSON).
+    One row per task: id, network names and how often each calls it, split, name, shapes, program (TVM JSON).
 ``spaces.parquet``
     One row per task and design space: the instructions of its trace.
 ``measured-<machine>.parquet``
@@ -51,6 +51,12 @@ class Group:
         float32 ``[n, .]``.
     latency : numpy.ndarray
         float64 ``[n]`` seconds; infinite for a candidate that failed.
+    decisions : list of numpy.ndarray
+        Per sampling instruction int32 ``[n, width]``.
+    insts : list of int
+        Instruction index of every action, -1 for ``Postproc``.
+    instructions : list
+        The design space: instructions of its trace, as JSON.
     """
 
     task: str
@@ -63,17 +69,30 @@ class Group:
     latency: np.ndarray
     decisions: list[np.ndarray]
     insts: list[int]
+    instructions: list[Any]
     states: dict[tuple[int, int], State] = field(default_factory=dict)
 
 
 @dataclass
 class TaskData:
-    """A task with its initial state and its groups, one per machine and design space."""
+    """A task on one machine: its initial state, and a group for each of its design spaces.
+
+    Attributes
+    ----------
+    networks : tuple of str
+        Networks that have the task.
+    weights : tuple of int
+        How often each of them calls it.
+    mod : str
+        The task's program, as `tvm.ir.save_json` writes it.
+    """
 
     task: str
     split: str
     name: str
     networks: tuple[str, ...]
+    weights: tuple[int, ...]
+    mod: str
     initial: State
     groups: list[Group]
 
@@ -86,7 +105,7 @@ def group_candidates(
     Parameters
     ----------
     task : dict
-        ``id``, ``name``, ``split``, ``networks``, ``mod``.
+        ``id``, ``name``, ``split``, ``networks``, ``weights``, ``mod``.
     spaces : list
         Instructions of each design space.
     rows : list of dict
@@ -116,10 +135,19 @@ def group_candidates(
                 latency,
                 decisions,
                 [s.inst for s in encoder.steps],
+                spaces[k],
             )
         )
-    state = encode_state(func, cores=cores)
-    return TaskData(task["id"], task["split"], task["name"], tuple(task.get("networks", ())), state, groups)
+    return TaskData(
+        task["id"],
+        task["split"],
+        task["name"],
+        tuple(task["networks"]),
+        tuple(task["weights"]),
+        task["mod"],
+        encode_state(func, cores=cores),
+        groups,
+    )
 
 
 def describe_machine(hardware: Hardware, *, name: str, target: str, days: Sequence[str]) -> dict[str, Any]:
@@ -211,8 +239,8 @@ def write_parquet(
 
 def _task_row(task: CorpusTask) -> dict[str, Any]:
     return {
-        "task": task.id, "networks": list(task.networks), "split": task.split, "name": task.name,
-        "shapes": json.dumps(task.shapes), "flops": float(task.flops), "mod": task.mod,
+        "task": task.id, "networks": list(task.networks), "weights": list(task.weights), "split": task.split,
+        "name": task.name, "shapes": json.dumps(task.shapes), "flops": float(task.flops), "mod": task.mod,
     }  # fmt: skip
 
 
@@ -228,11 +256,18 @@ def _write(path: Path, columns: dict[str, Any], metadata: dict[str, str] | None 
 def _read_tables(folder: Path) -> tuple[dict[str, dict], dict[str, list[str]], dict[str, dict[str, str]]]:
     """Rows of ``tasks.parquet`` and texts of design spaces by task, descriptions of machines by name."""
     tasks = {t["task"]: t for t in pq.read_table(folder / "tasks.parquet").to_pylist()}
+    for task in tasks.values():  # Files of the first version have no weights.
+        task.setdefault("weights", [1] * len(task["networks"]))
     spaces: dict[str, list[str]] = defaultdict(list)
     for s in sorted(
         pq.read_table(folder / "spaces.parquet").to_pylist(), key=lambda s: (s["task"], s["space"])
     ):
         spaces[s["task"]].append(s["instructions"])
+    return tasks, dict(spaces), read_machines(folder)
+
+
+def read_machines(folder: Path) -> dict[str, dict[str, str]]:
+    """Descriptions (`describe_machine`) of the machines that measured a dataset folder, by name."""
     machines = {}
     for file in sorted(folder.glob("measured-*.parquet")):
         meta = {k.decode(): v.decode() for k, v in (pq.read_schema(file).metadata or {}).items()}
@@ -240,7 +275,7 @@ def _read_tables(folder: Path) -> tuple[dict[str, dict], dict[str, list[str]], d
         machines[file.stem.removeprefix("measured-")] = {"kind": "cpu", "arch": "x86_64"} | {
             k.removeprefix("pretune."): v for k, v in meta.items() if k.startswith("pretune.")
         }
-    return tasks, dict(spaces), machines
+    return machines
 
 
 def read_parquet(

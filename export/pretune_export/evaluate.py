@@ -1,11 +1,14 @@
-"""How well weights rank measured schedules of networks they were not trained on.
+"""How good weights are: everything that was measured, in one JSON and one page of plots.
 
-One JSON, and plots for the card.
+The ranking of held-out tasks is judged here. Baselines, ablations, scaling and search take hours; they are
+made one by one (``pretune-export baselines``, ``pretune-export scaling``, ``pretune bench search``), left in
+the folder of the training run, and put together here.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from pretune.bench.stats import spearman
 from pretune.errors import OptionError
 from pretune_export.dataset import TaskData
+from pretune_export.evidence.fidelity import FIGURES, MANY, TASKS, fidelity, with_many_schedules
+from pretune_export.evidence.plots import draw
+from pretune_export.evidence.ranking import judge
+from pretune_export.evidence.scaling import count
+from pretune_export.evidence.search import summarise
 from pretune_export.nets import WorldModelNet
-from pretune_export.train import ENOUGH, Data, Machine, make_batch, score_task, top_k
-
-FIGURES = ("top1", "top5", "top10", "spearman", "random_top1", "random_top5")
+from pretune_export.train import (
+    ENOUGH,
+    Machine,
+    TrainConfig,
+    data_key,
+    load_best,
+    load_data,
+    make_batch,
+    score_task,
+)
 
 
 @torch.no_grad()
@@ -49,111 +63,89 @@ def rollout_error(
     return {s: float(np.median(e)) for s, e in sorted(out.items())}
 
 
-def judge_tasks(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine]) -> dict[str, Any]:
-    """Rank the candidates of each task that has `ENOUGH` of them.
+def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
+    """Judge the weights of a training run on the test split and the validation split, which chose the epoch.
+
+    Writes ``evaluation.json`` and ``evaluation.png`` to `out`.
+
+    Parameters
+    ----------
+    config : TrainConfig
+    run : pathlib.Path
+        Training run. ``baselines.json``, ``ablations.json`` (figures by name), ``scaling.json`` and every
+        ``search*.json`` (of ``pretune bench search``) in it become part of the result.
+    out : pathlib.Path
 
     Returns
     -------
     dict
-        ``mean`` over tasks, counts, the same by network, random choice for scale, rollout error by step, and
-        the rows.
-    """
-    rows = []
-    rng = np.random.default_rng(0)
-    for task in tasks:
-        score, latency = score_task(net, task, machines)
-        if len(score) < ENOUGH:
-            continue
-        random = [top_k(rng.random(len(latency)), latency, k) for k in (1, 5) for _ in range(20)]
-        rows.append(
-            {
-                "task": task.name,
-                "id": task.task,
-                "networks": list(task.networks),
-                "machine": task.groups[0].machine,
-                "schedules": len(score),
-                "top1": top_k(score, latency, 1),
-                "top5": top_k(score, latency, 5),
-                "top10": top_k(score, latency, 10),
-                "spearman": spearman(score, -latency),
-                "random_top1": float(np.mean(random[:20])),
-                "random_top5": float(np.mean(random[20:])),
-            }
-        )
-    by_network: dict[str, list[dict]] = defaultdict(list)
-    for row in rows:
-        for network in row["networks"] or ["?"]:
-            by_network[network].append(row)
-    return {
-        "mean": {f: float(np.mean([r[f] for r in rows])) for f in FIGURES},
-        "tasks": len(rows),
-        "schedules": sum(r["schedules"] for r in rows),
-        "networks": {
-            n: {"tasks": len(v), **{f: float(np.mean([r[f] for r in v])) for f in FIGURES}}
-            for n, v in sorted(by_network.items())
-        },
-        "rollout_error": rollout_error(net, tasks, machines),
-        "rows": rows,
-    }
-
-
-def evaluate(net: WorldModelNet, data: Data, out: Path) -> dict[str, Any]:
-    """Judge the weights on the test split and on the validation split, whose figures chose the epoch.
-
-    Writes ``evaluation.json`` and ``ranking.png`` to `out`.
-
-    Returns
-    -------
-    dict
-        ``test`` and ``validation`` as `judge_tasks` gives them, each only if the datasets have it; ``main``,
-        which of the two the figures to quote come from (the test split where there is one); ``mean`` of that.
+        ``test`` and ``validation`` as `judge` gives them, with ``rollout_error``, each only if the datasets
+        have it; ``main``, which of the two the figures to quote come from (the test split where there is
+        one); ``mean`` of that; ``fidelity`` if tasks of `main` have many schedules; ``baselines``,
+        ``ablations``, ``scaling`` and ``search`` as far as they were made.
 
     Raises
     ------
     OptionError
-        If neither split has a task with enough candidates.
+        If neither split has a task with enough candidates, or the baselines were trained on other data.
     """
-    net.eval()
-    result: dict[str, Any] = {}
+    net = load_best(run, config).eval()
+    data = load_data(config, run / "encoded.pickle")
+
+    def score(task: TaskData) -> np.ndarray:
+        return score_task(net, task, data.machines)[0]
+
+    splits: dict[str, Any] = {}
     for split, tasks in (("test", data.test), ("validation", data.validation)):
         if any(sum(len(g.latency) for g in task.groups) >= ENOUGH for task in tasks):
-            result[split] = judge_tasks(net, tasks, data.machines)
-    if not result:
+            error = rollout_error(net, tasks, data.machines)
+            splits[split] = {**judge(score, tasks), "rollout_error": error}
+    if not splits:
         raise OptionError(
             f"no task for test or validation has {ENOUGH} measured schedules; run: pretune-export collect"
         )
-    main = next(iter(result))
-    result = {"main": main, "mean": result[main]["mean"], **result}
+    main = next(iter(splits))
+    result: dict[str, Any] = {"main": main, "mean": splits[main]["mean"], **splits}
+    if baselines := _part(run, "baselines"):
+        if baselines["data"] != data_key(config, [*config.datasets, *config.test_datasets]):
+            raise OptionError(
+                f"{run / 'baselines.json'} is of other data; run: pretune-export baselines CONFIG {run}"
+            )
+        result["baselines"] = {
+            name: {split: found[split]["mean"] for split in splits}
+            for name, found in baselines["baselines"].items()
+        }
+    if many := with_many_schedules(getattr(data, main), TASKS, MANY):
+        result["fidelity"] = fidelity(score, many)
+        if baselines:
+            keys = {(task.task, task.groups[0].machine) for task in many}
+            result["fidelity"]["baselines"] = {
+                name: _mean_of(found[main]["rows"], keys) for name, found in baselines["baselines"].items()
+            }
+    if ablations := _part(run, "ablations"):
+        result["ablations"] = ablations
+    if scaling := _part(run, "scaling"):
+        result["scaling"] = [
+            *scaling,
+            *({"varied": v, **count(data.train), **result["mean"]} for v in ("tasks", "schedules")),
+        ]
+    if searches := [json.loads(file.read_text()) for file in sorted(run.glob("search*.json"))]:
+        result["search"] = summarise(searches)
     out.mkdir(parents=True, exist_ok=True)
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
-    _plot(result[main], out / "ranking.png")
+    draw(result, out / "evaluation.png")
     return result
 
 
-def _plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
+def _part(run: Path, name: str) -> Any:
+    path = run / f"{name}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    print(f"{path}: not there, so left out", file=sys.stderr)
+    return None
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    names = list(result["networks"])
-    at = np.arange(len(names))
-    for k, (key, label) in enumerate(
-        (("random_top1", "random, top-1"), ("top1", "pretune, top-1"), ("top5", "pretune, top-5"))
-    ):
-        left.bar(at + (k - 1) * 0.27, [result["networks"][n][key] for n in names], 0.27, label=label)
-    left.set_xticks(at, names, rotation=60, ha="right", fontsize=7)
-    left.set_ylim(0, 1)
-    left.set_ylabel("best latency / best among the k first")
-    left.set_title("Ranking on held-out tasks")
-    left.legend(fontsize=8)
-    steps = result["rollout_error"]
-    right.plot(list(steps), list(steps.values()), marker="o")
-    right.set_xlabel("actions rolled out")
-    right.set_ylabel("error (1 = another candidate)")
-    right.set_title("Predicted against real latents")
-    right.set_ylim(bottom=0)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def _mean_of(rows: list[dict[str, Any]], keys: set[tuple[str, str]]) -> dict[str, float]:
+    """Means of the fidelity figures over the rows of some tasks and machines."""
+    own = [row for row in rows if (row["id"], row["machine"]) in keys]
+    return {f: float(np.mean([row[f] for row in own])) for f in FIGURES}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from pretune.features.schema import ACTION, SCHEMA_VERSION, STATE_BLOCK, STATE_LOOP, SUMMARY
 from pretune.features.state import MAX_LOOPS
 from pretune.hardware.hardware import VECTOR_SIZE
+from pretune.hub.validate import write_reference
 from pretune.model.weights import FORMAT_VERSION, MAX_IR, MAX_OPSET
 from pretune_export.nets import Sizes, WorldModelNet
 
@@ -79,6 +80,7 @@ def export_weights(
         "quality": quality,
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_reference(out)
     write_manifest(
         out, {**provenance, "parity": worst, "exported": datetime.now(UTC).isoformat(timespec="seconds")}
     )

@@ -5,11 +5,9 @@ Results go to stdout, everything else to stderr. A `PretuneError` becomes one li
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,10 @@ import click
 import pretune
 from pretune import env
 from pretune.errors import InputError, OptionError, PretuneError, one_line
+from pretune.hub.cli import hub
+from pretune.messages import notice
+from pretune.output import print_result as _print
+from pretune.output import to_stderr as _to_stderr
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +81,9 @@ def main() -> None:
     """Auto-tuning of tensor programs with pretrained world models, on top of TVM."""
 
 
+main.add_command(hub)
+
+
 def _only_once(_ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> str | None:
     """An option whose repetition would silently win over what came first."""
     if len(values) > 1:
@@ -90,7 +95,9 @@ def _only_once(_ctx: click.Context, parameter: click.Parameter, values: Sequence
 
 _shape = click.option("--shape", "shapes", multiple=True, metavar="NAME=1x3x..", help="Shape of an input.")
 _target = click.option("--target", default="native", show_default=True, help='Such as "llvm -mcpu=znver4".')
-_weights = click.option("--weights", metavar="DIR", help="Weights folder, in place of the installed one.")
+_weights = click.option(
+    "--weights", metavar="DIR|ORG/NAME[@REVISION]", help="Weights, in place of the best on this machine."
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
 
 
@@ -109,6 +116,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdo
 )
 @click.option("--out", metavar="DIR", help="Results; an earlier run there is resumed [default: pretune-out].")
 @_weights
+@click.option("--pull", is_flag=True, help="Download weights that are needed but not here.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all sampling.")
 @_json
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
@@ -121,6 +129,7 @@ def tune(
     op: str | None,
     out: str | None,
     weights: str | None,
+    pull: bool,
     seed: int,
     as_json: bool,
     quiet: bool,
@@ -155,12 +164,15 @@ def tune(
                     op=op,
                     out=folder,
                     weights=weights,
+                    pull=pull,
                     seed=seed,
                     on_progress=on_progress,
                 )
         except KeyboardInterrupt:
             _complain(f"interrupted; {_kept(folder / 'records.jsonl')}")
             raise click.exceptions.Exit(INTERRUPTED) from None
+    for text in result.notices:
+        notice(text)
     _print(result.to_dict(), as_json, lambda console: _show_result(result, console))
 
 
@@ -352,76 +364,31 @@ def _nothing(_text: str) -> None:
     pass
 
 
-@contextlib.contextmanager
-def _to_stderr() -> Iterator[None]:
-    """Send whatever prints meanwhile to stderr, native code included: stdout is for the result."""
-    sys.stdout.flush()
-    try:
-        saved = os.dup(1)
-    except OSError:  # no stdout at all
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-        return
-    try:
-        with contextlib.suppress(OSError):
-            os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(saved, 1)
-        os.close(saved)
-
-
-def _print(value: dict[str, Any], as_json: bool, show: Callable[[Console], None]) -> None:
-    if as_json:
-        click.echo(json.dumps(value, indent=2, allow_nan=False))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if console.is_terminal:
-        show(console)
-        return
-    # A file or a pipe: names are not cut to 80 columns, and no line ends in the padding of its cells.
-    console = Console(width=140, highlight=False)
-    with console.capture() as capture:
-        show(console)
-    for line in capture.get().splitlines():
-        click.echo(line.rstrip())
-
-
 def _show_result(result: TuneResult, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from pretune.progress import seconds_text
+    from pretune.progress import outcome_text, seconds_text
 
     table = Table("task", "weight", "default", "best", "speed-up", "chosen by")
     for column in table.columns[1:5]:
         column.justify = "right"
     for task in result.tasks:
         speedup = f"{task.speedup:.2f}x" if task.speedup else "-"
-        how = {
-            "search": f"search, {task.trials} trials",
-            "default": "default: nothing was faster",
-            "only": "only candidate, not measured",
-            "model": "model, not measured",
-            "failed": f"failed: {task.error}",
-        }[task.chosen_by]
-        row = (task.name, str(task.weight), seconds_text(task.default), seconds_text(task.best), speedup, how)
-        table.add_row(*map(escape, row))
+        times = (seconds_text(task.default), seconds_text(task.best), speedup)
+        table.add_row(*map(escape, (task.name, str(task.weight), *times, outcome_text(task))))
     console.print(table)
-    both = [task for task in result.tasks if task.default and task.best]
-    if both:
+    changes: dict[str, str] = {}
+    if result.model:
+        changes["whole model"] = _change(result.model.untuned, result.model.tuned)
+    if both := [task for task in result.tasks if task.default and task.best]:
         before = sum(task.weight * (task.default or 0) for task in both)
         after = sum(task.weight * (task.best or 0) for task in both)
-        console.print(
-            f"what was measured, by weight: {seconds_text(before)} -> {seconds_text(after)} "
-            f"({before / after:.2f}x); tuned in {result.seconds:.0f} s"
-        )
-    for notice in result.notices:
-        console.print(f"notice: {escape(notice)}", soft_wrap=True)
+        changes["tasks timed one by one, by weight"] = _change(before, after)
+    for what, change in changes.items():
+        console.print(f"{what}: {change}")
+    if changes:
+        console.print(f"tuned in {result.seconds:.0f} s")
     names = ["result.json", "records.jsonl", "database/"] + (["model.so"] if result.library else [])
     files = [name for name in names if (result.out / name).exists()]
     console.print(f"results: {escape(str(result.out))}/ ({', '.join(files)})", soft_wrap=True)
@@ -433,6 +400,12 @@ def _show_result(result: TuneResult, console: Console) -> None:
             f'"{result.out}/database"), mod, target); compile_relax for a network'
         )
     console.print(f"to use them: {escape(use)}", soft_wrap=True)
+
+
+def _change(before: float, after: float) -> str:
+    from pretune.progress import seconds_text
+
+    return f"{seconds_text(before)} -> {seconds_text(after)} ({before / after:.2f}x)"
 
 
 def _show_ranking(found: dict[str, Any], console: Console) -> None:

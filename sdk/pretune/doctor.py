@@ -141,16 +141,23 @@ def _weights(hardware: Hardware) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(("path", "name"))
     found |= {"why": "", "notice": "", "considered": [], "error": ""}
     try:
-        from pretune.model import weights as model
+        from pretune.hub import sources
 
-        shipped = model.shipped_folder()
-        folders = sorted(path for path in shipped.iterdir() if path.is_dir()) if shipped else []
         found["considered"] = [
-            {name: str(getattr(item, name)) for name in ("name", "path", "coverage", "reason", "described")}
-            | {"accepted": item.accepted}
-            for item in model.consider(hardware, folders)
+            {
+                "name": offer.name,
+                "source": offer.source,
+                "path": str(offer.path),
+                "accepted": verdict.accepted,
+                "coverage": verdict.coverage,
+                "reason": verdict.reasons[0],
+                "described": verdict.described,
+            }
+            for offer, verdict in (
+                (c.offer, c.verdict) for c in sources.consider(hardware, sources.offers_here())
+            )
         ]
-        chosen = model.find_weights(hardware)
+        chosen = sources.find_weights(hardware)
         found |= {"path": str(chosen.path), "name": chosen.config.name}
         found |= {"why": chosen.why, "notice": chosen.notice}
     except (PretuneError, OSError, ImportError) as error:
@@ -172,9 +179,9 @@ def _cache() -> dict[str, Any]:
 
 
 def _state(cache: Mapping[str, Any]) -> str:
-    """What to say of the cache folder; pretune keeps nothing there yet, so that none of it is a problem."""
+    """What to say of the cache folder. Only pulled weights are kept there: none of it is a problem."""
     if not cache["writable"]:
-        return " (cannot be written; nothing is kept there yet)"
+        return " (cannot be written; pretune hub pull needs another: PRETUNE_CACHE)"
     return "" if cache["exists"] else " (not there yet)"
 
 

@@ -16,7 +16,7 @@ def cache_dir() -> Path:
 
 
 def own_weights_dir() -> Path:
-    """Folder of the weights that were fine-tuned on this machine: ``pretune/weights`` of the XDG data folder."""
+    """Folder of weights that were fine-tuned on this machine: ``pretune/weights`` in the XDG data folder."""
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(base).expanduser() / "pretune" / "weights"
 

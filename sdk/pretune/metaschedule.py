@@ -29,7 +29,8 @@ from tvm.s_tir.meta_schedule.cost_model.xgb_model import derived_object  # noqa:
 from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate, PySearchStrategy  # noqa: E402
 
 from pretune.hardware import detect, hardware_for_target  # noqa: E402
-from pretune.model import TaskScorer, TraceScorer, WorldModel, find_weights  # noqa: E402
+from pretune.hub.sources import find_weights  # noqa: E402
+from pretune.model import TaskScorer, TraceScorer, WorldModel  # noqa: E402
 from pretune.search import Posterior, Proposal, TaskSearch  # noqa: E402
 from pretune.space import DesignSpace, TaskSpace  # noqa: E402
 from pretune.space.trace import trace_to_json  # noqa: E402

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pretune.tuning import Progress
+    from pretune.tuning import Progress, TaskResult
 
 REFRESH_S = 0.1
 """Least time between two updates of the line on a terminal."""
 
 PLAIN_S = 20.0
-"""Least time between two lines where stderr is no terminal."""
+"""Least time between two lines on the same task where stderr is no terminal."""
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -29,10 +29,23 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def outcome_text(result: TaskResult) -> str:
+    """How the schedule of a task was chosen, in a few words."""
+    return {
+        "search": f"search, {result.trials} trials",
+        "default": "default: nothing was faster",
+        "only": "only candidate, not measured",
+        "model": "model, not measured",
+        "failed": f"failed: {result.error}",
+    }[result.chosen_by]
+
+
 def progress_text(progress: Progress) -> str:
-    """One line: task, trials, best and default latency, time left."""
+    """One line: task, trials or outcome, best and default latency, time left."""
     parts = [f"task {progress.index + 1}/{progress.tasks} {progress.task}"]
-    if progress.budget:
+    if progress.result is not None:
+        parts.append(outcome_text(progress.result))
+    elif progress.budget:
         parts.append(f"{progress.trials}/{progress.budget} trials")
     if math.isfinite(progress.best):
         parts.append(f"best {seconds_text(progress.best)}")
@@ -46,7 +59,7 @@ def progress_text(progress: Progress) -> str:
 
 @contextlib.contextmanager
 def show_progress(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """Show a run on stderr: a line that changes on a terminal, now and then a new line elsewhere.
+    """Show a run on stderr: on a terminal a line that changes, elsewhere one for each task and now and then.
 
     Yields
     ------
@@ -62,11 +75,20 @@ def show_progress(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
 
     console = Console(stderr=True, highlight=False)
     shown = -math.inf
+
+    def announce(progress: Progress) -> None:
+        """Say once, first of all, what an earlier run had done."""
+        nonlocal shown
+        if shown == -math.inf and progress.resumed is not None:
+            shown = time.monotonic()
+            console.print(f"resumed: {progress.resumed} of {progress.tasks} tasks were done")
+
     if not console.is_terminal:
 
         def plain(progress: Progress) -> None:
             nonlocal shown
-            if time.monotonic() - shown > PLAIN_S:
+            announce(progress)
+            if progress.result is not None or time.monotonic() - shown > PLAIN_S:
                 shown = time.monotonic()
                 console.print(progress_text(progress), soft_wrap=True, markup=False)
 
@@ -79,6 +101,7 @@ def show_progress(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
 
         def update(progress: Progress) -> None:
             nonlocal shown
+            announce(progress)
             edge = progress.trials in (0, progress.budget)
             if edge or time.monotonic() - shown > REFRESH_S:
                 shown = time.monotonic()

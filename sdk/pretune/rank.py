@@ -157,9 +157,10 @@ def rank(
     """
     from pretune import env
     from pretune.hardware import detect, hardware_for_target, make_target
+    from pretune.hub.sources import find_weights
     from pretune.intake import load_program
     from pretune.messages import notice
-    from pretune.model import WorldModel, find_weights
+    from pretune.model import WorldModel
 
     lines = read_traces(traces)
     machine = detect()

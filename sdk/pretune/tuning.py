@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +37,12 @@ check_versions()
 
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target  # noqa: E402
 from pretune.hardware.target import check_runs_here  # noqa: E402
+from pretune.hub.sources import find_weights  # noqa: E402
 from pretune.intake import Program, Task, load_program, select_tasks  # noqa: E402
+from pretune.library import ModelLatency, library_key, time_library  # noqa: E402
 from pretune.measure import MeasurePool  # noqa: E402
-from pretune.model import TaskScorer, WorldModel, find_weights  # noqa: E402
+from pretune.measure.noise import busy_notice, spread  # noqa: E402
+from pretune.model import TaskScorer, WorldModel  # noqa: E402
 from pretune.records import (  # noqa: E402
     Record,
     RunFolder,
@@ -73,6 +78,12 @@ PATIENCE = 60.0
 should."""
 
 
+BUILD_SLACK, LEAST_BUILD_S = 8.0, 2.0
+"""A candidate may take so many times as long to build as the median of its task, and at least these seconds.
+Of the 14 614 that were built of 313 tasks (``hub_cards/datasets/cpu-x86-64-v4``), that would have stopped 82:
+none was the best of its task, and two were within 10 % of it."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """What a progress line shows.
@@ -88,6 +99,10 @@ class Progress:
         Latencies in seconds; infinite while unknown.
     seconds_left : float
         Estimate for the whole run; NaN while unknown.
+    resumed : int or None
+        Tasks that an earlier run had done; None if there was none.
+    result : TaskResult or None
+        The outcome, once the task is done.
     """
 
     task: str
@@ -98,6 +113,8 @@ class Progress:
     best: float
     default: float
     seconds_left: float
+    resumed: int | None = None
+    result: TaskResult | None = None
 
 
 @dataclass
@@ -146,6 +163,12 @@ class TuneResult:
     out : pathlib.Path
         Output folder: ``records.jsonl``, ``database/``, ``result.json``, and ``model.so`` for a whole model.
     library : pathlib.Path or None
+    trials : int
+        Budget per task.
+    library_key : str
+        What the library was made of, see `pretune.library.library_key`.
+    model : ModelLatency or None
+        Latencies of a whole model, untuned and of the library; None if not measured.
     notices : list of str
     """
 
@@ -158,6 +181,9 @@ class TuneResult:
     library: Path | None
     seconds: float
     notices: list[str]
+    trials: int = 0
+    library_key: str = ""
+    model: ModelLatency | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """What ``result.json`` holds."""
@@ -169,7 +195,10 @@ class TuneResult:
             "cpu": self.hardware.model_name,
             "microarch": self.hardware.microarch,
             "seconds": round(self.seconds, 3),
+            "trials": self.trials,
             "library": str(self.library) if self.library else None,
+            "library_key": self.library_key,
+            "model": {**asdict(self.model), "speedup": self.model.speedup} if self.model else None,
             "notices": self.notices,
             "tasks": [{**asdict(t), "speedup": t.speedup} for t in self.tasks],
         }
@@ -184,6 +213,7 @@ def tune(
     op: str | None = None,
     out: str | Path = "pretune-out",
     weights: str | Path | None = None,
+    pull: bool = False,
     seed: int = 0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> TuneResult:
@@ -205,7 +235,11 @@ def tune(
     out : str or Path
         Output folder. An earlier run there is resumed: nothing is measured twice.
     weights : str or Path, optional
-        Weights folder; by default the installed one that covers the hardware best.
+        Weights folder, or a repository on the hub as ``ORG/NAME`` or ``ORG/NAME@REVISION``; by default those
+        on this machine that cover the hardware best.
+    pull : bool
+        Whether weights that are needed but not here may be downloaded, see
+        `pretune.hub.sources.find_weights`.
     seed : int
         Seed of all sampling.
     on_progress : callable, optional
@@ -219,6 +253,8 @@ def tune(
     ------
     InputError, TargetError, WeightsError, OutputError, OptionError
         For what was given.
+    HubError
+        If weights are to be pulled, and cannot be.
     NothingTunedError
         If every task failed; the message is the first failure.
     """
@@ -230,7 +266,7 @@ def tune(
     if trials:
         check_runs_here(made, machine)
     hardware = hardware_for_target(made, machine)
-    chosen = find_weights(hardware, weights)
+    chosen = find_weights(hardware, weights, pull=pull)
     program = load_program(source, target=made, shapes=shapes)
     tasks = select_tasks(program.tasks, op)
     with RunFolder(out) as folder, contextlib.ExitStack() as stack:
@@ -239,21 +275,28 @@ def tune(
         model = WorldModel(chosen, env.num_threads() or machine.cores)
         records = folder.log.load()
         run = Run(made, hardware, model, pool, folder, trials, seed, on_progress, records, len(tasks))
+        earlier = folder.read_result()
+        run.resumed = _resumed(tasks, run, earlier)
         if chosen.notice:
             run.notices.append(chosen.notice)
         results = [run.task(i, task) for i, task in enumerate(tasks)]
         notices = list(run.notices)
-        library, failure = None, None
+        if busy := busy_notice(run.spreads):
+            notices.append(busy)
+        used = f"{chosen.config.name} ({chosen.why})"
+        result = TuneResult(
+            program.name, str(made), used, hardware, results, folder.path, None, 0.0, notices, trials
+        )
+        failure = None
         try:
-            library = _write(program, tasks, results, made, folder, run.records, notices)
+            unmeasured = {r.task_id: r.trace for r in results if r.trace is not None and r.best is None}
+            write_database(run.records, tasks, made, folder.database_dir, unmeasured=unmeasured)
+            if program.kind == "relax":
+                _finish_model(program, run, earlier, result)
         except Exception as error:  # a full disk, say: what was found is told first, if it still can be
             failure = error
             notices.append(one_line(error))
-        used = f"{chosen.config.name} ({chosen.why})"
-        seconds = time.monotonic() - started
-        result = TuneResult(
-            program.name, str(made), used, hardware, results, folder.path, library, seconds, notices
-        )
+        result.seconds = time.monotonic() - started
         folder.write_result(result.to_dict())
         if failure is not None:
             raise failure
@@ -263,11 +306,11 @@ def tune(
     return result
 
 
-def load(weights: str | Path | None = None, *, target: Any = "native") -> WorldModel:
-    """The world model for a target: the given weights folder, or the installed one that covers it best."""
+def load(weights: str | Path | None = None, *, target: Any = "native", pull: bool = False) -> WorldModel:
+    """The world model for a target; see `tune` for `weights` and `pull`."""
     machine = detect()
     hardware = hardware_for_target(make_target(target, machine), machine)
-    chosen = find_weights(hardware, weights)
+    chosen = find_weights(hardware, weights, pull=pull)
     if chosen.notice:
         notice(chosen.notice)
     return WorldModel(chosen, env.num_threads() or machine.cores)
@@ -289,6 +332,10 @@ class Run:
         What earlier runs measured; what this one measures is appended.
     count : int
         Number of tasks.
+    resumed : int or None
+        Tasks that an earlier run had done; None if there was none.
+    spreads : list of list of float
+        Of the trials that this run measured, by task: how far repeats differ.
     """
 
     target: Target
@@ -302,6 +349,8 @@ class Run:
     records: list[Record]
     count: int
     notices: list[str] = field(default_factory=list)
+    resumed: int | None = None
+    spreads: list[list[float]] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     done_trials: int = 0
     searched: int = 0
@@ -324,10 +373,17 @@ class Run:
             if env.debug():
                 raise
             result.error = one_line(error)
+        self.report(index, task, result.trials, result.best or math.inf, result.default or math.inf, result)
         return result
 
     def report(
-        self, index: int, task: Task, trials: int = 0, best: float = math.inf, default: float = math.inf
+        self,
+        index: int,
+        task: Task,
+        trials: int = 0,
+        best: float = math.inf,
+        default: float = math.inf,
+        result: TaskResult | None = None,
     ) -> None:
         """Tell whoever shows progress where this task is."""
         if self.on_progress is None:
@@ -336,9 +392,11 @@ class Run:
         if self.done_trials >= 4:
             # Tasks to come are searched or have nothing to decide in the proportion of those so far.
             share = self.searched / (index + 1)
-            remaining = (self.count - index - 1) * share * self.budget + max(0, self.budget - trials)
+            here = 0 if result is not None else max(0, self.budget - trials)
+            remaining = (self.count - index - 1) * share * self.budget + here
             left = (time.monotonic() - self.started) / self.done_trials * remaining
-        self.on_progress(Progress(task.name, index, self.count, trials, self.budget, best, default, left))
+        where = (task.name, index, self.count, trials, self.budget)
+        self.on_progress(Progress(*where, best, default, left, self.resumed, result))
 
     def _only_candidate(self, space: TaskSpace, result: TaskResult) -> None:
         candidate = None
@@ -364,6 +422,8 @@ class _TaskRun:
         self.key = target_key(run.target)
         self.best = self.default = math.inf
         self.trials = 0
+        self.spreads: list[float] = []
+        run.spreads.append(self.spreads)
 
     def run(self) -> None:
         shared = self.shared
@@ -424,6 +484,8 @@ class _TaskRun:
             )
             latencies[i] = measured.latency
             self.best = min(self.best, measured.latency)
+            if len(measured.latencies) > 1:
+                self.spreads.append(spread(measured.latencies))
             if candidate is not None:
                 self.trials += 1
                 self.shared.done_trials += 1
@@ -432,7 +494,9 @@ class _TaskRun:
             self.shared.report(self.index, self.task, self.trials, self.best, self.default)
 
         best = self.best if math.isfinite(self.best) else None
-        self.pool.measure(mods, best=best, on_result=on_result)
+        built = [r.build_s for r in self._mine() if r.kind == "trial" and r.trace is not None and r.ok]
+        with limits(self.pool, build=build_deadline(built, self.pool.build_timeout)):
+            self.pool.measure(mods, best=best, on_result=on_result)
         return latencies
 
     def _record(self, measured: Measured, **fields: Any) -> None:
@@ -514,15 +578,35 @@ class _TaskRun:
         self.shared.notices.append(text)
 
 
+def build_deadline(seconds: Sequence[float], most: float) -> float:
+    """Seconds that the next candidate of a task may take to build.
+
+    Parameters
+    ----------
+    seconds : sequence of float
+        What those candidates of the task took that were built.
+    most : float
+        The answer as long as they are few, and its upper bound.
+    """
+    if len(seconds) < FIRST_BATCH // 2:
+        return most
+    return min(most, max(LEAST_BUILD_S, BUILD_SLACK * statistics.median(seconds)))
+
+
 @contextlib.contextmanager
-def patient(pool: MeasurePool) -> Iterator[None]:
-    """Let the untuned program run longer than a candidate may."""
-    usual = pool.run_timeout
-    pool.run_timeout = max(usual, PATIENCE)
+def limits(pool: MeasurePool, *, build: float | None = None, run: float | None = None) -> Iterator[None]:
+    """Give candidates other deadlines meanwhile, in seconds."""
+    usual = pool.build_timeout, pool.run_timeout
+    pool.build_timeout, pool.run_timeout = build or usual[0], run or usual[1]
     try:
         yield
     finally:
-        pool.run_timeout = usual
+        pool.build_timeout, pool.run_timeout = usual
+
+
+def patient(pool: MeasurePool) -> AbstractContextManager[None]:
+    """Let the untuned program run longer than a candidate may."""
+    return limits(pool, run=max(pool.run_timeout, PATIENCE))
 
 
 def _programs(task: Task, records: Sequence[Record]) -> set[int]:
@@ -571,22 +655,61 @@ def _failed(measured: Measured, error: str) -> Measured:
     return msgspec.structs.replace(measured, latencies=(), error_kind="run", error=error)
 
 
-def _write(
-    program: Program, tasks: Sequence[Task], results: Sequence[TaskResult], target: Target, folder: RunFolder,
-    records: Sequence[Record], notices: list[str],
-) -> Path | None:  # fmt: skip
-    """Write the stock database, and the compiled library of a whole model."""
-    from pretune.compile import compile_program, export_library
+def _resumed(tasks: Sequence[Task], run: Run, earlier: Mapping[str, Any]) -> int | None:
+    """How many tasks an earlier run had done; None if it measured none of them.
 
-    unmeasured = {r.task_id: r.trace for r in results if r.trace is not None and r.best is None}
-    write_database(records, tasks, target, folder.database_dir, unmeasured=unmeasured)
-    if program.kind != "relax":
+    Parameters
+    ----------
+    earlier : mapping
+        Its ``result.json``; a run that was stopped leaves none.
+    """
+    key = target_key(run.target)
+    mine = {
+        task.task_id: [r for r in run.records if r.task_id == task.task_id and r.target_key == key]
+        for task in tasks
+    }
+    if not run.budget or not any(mine.values()):
         return None
+    done: set[str] = set()
+    if earlier.get("target") == str(run.target) and earlier.get("trials", 0) >= run.budget:
+        done = {t["task_id"] for t in earlier.get("tasks", ()) if t["chosen_by"] != "failed"}
+    for task, records in mine.items():
+        trials = sum(r.kind == "trial" and r.trace is not None for r in records)
+        if trials >= run.budget and latest_finals(records):
+            done.add(task)
+    return sum(task.task_id in done for task in tasks)
+
+
+def _finish_model(program: Program, run: Run, earlier: Mapping[str, Any], result: TuneResult) -> None:
+    """Compile a whole model with the database and time it, unless an earlier run did, of the very same."""
+    assert run.folder is not None
+    path, database = run.folder.library_path, run.folder.database_dir
+    result.library_key = library_key(program, run.target, database)
+    if earlier.get("library_key") == result.library_key and path.exists():
+        result.library = path
+        if found := earlier.get("model"):
+            result.model = ModelLatency(found["untuned"], found["tuned"])
+    else:
+        result.library = _compile(program, run.target, database, path, result.notices)
+    if result.library is None or result.model is not None or run.pool is None:
+        return
+    try:
+        result.model = time_library(program, run.target, path, run.pool.num_threads)
+    except Exception as error:
+        if env.debug():
+            raise
+        result.notices.append(f"the whole model was not timed: {one_line(error)}")
+
+
+def _compile(program: Program, target: Target, database: Path, path: Path, notices: list[str]) -> Path | None:
+    """Compile a whole model into a library; None, and a notice, if it cannot be."""
     from tvm.s_tir import meta_schedule as ms
 
-    database = ms.database.JSONDatabase(work_dir=str(folder.database_dir))
+    from pretune.compile import compile_program, export_library
+
     try:
-        return export_library(compile_program(program, target, database), folder.library_path)
+        records = ms.database.JSONDatabase(work_dir=str(database))
+        return export_library(compile_program(program, target, records), path)
     except EnvironmentFaultError as error:  # It does not link here; the database serves where it does.
         notices.append(str(error))
     except PretuneError:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pretune import env
 from pretune.compat import setup_tvm
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target
-from pretune.model import Weights, WorldModel, find_weights
+from pretune.hub.sources import find_weights
+from pretune.model import Weights, WorldModel
 
 if TYPE_CHECKING:
     from rich.console import Console

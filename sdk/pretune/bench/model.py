@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,17 +16,12 @@ from pretune import env
 from pretune.bench.common import environment, show_environment
 from pretune.errors import EnvironmentFaultError, InputError
 from pretune.hardware import count_cores, detect, make_target
+from pretune.library import in_turns, random_inputs
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pretune.tuning import Progress
-
-TURN_S = 0.2
-"""How long one turn of one system lasts."""
-
-PAUSE_S = 0.1
-"""Between turns: threads of the last system spin for a while before they sleep."""
 
 
 def run(
@@ -126,7 +120,7 @@ def _run(
     machine = detect()
     target = make_target("native", machine)
     program = load_program(source, target=target, shapes=shapes)
-    inputs = _inputs(program.inputs)
+    inputs = random_inputs(program.inputs)
 
     device: Any = tvm.cpu()
     arguments = [tvm.runtime.tensor(array) for array in inputs.values()]
@@ -142,7 +136,7 @@ def _run(
     }
     wanted = systems["onnxruntime"]()
     difference = _difference(_arrays(systems["tuned"]()), wanted)
-    turns = _in_turns(systems, rounds)
+    turns = in_turns(systems, rounds)
     return {
         "benchmark": "model",
         "program": program.name,
@@ -158,36 +152,6 @@ def _run(
         "tuning": json.loads((out / "result.json").read_text()),
         **environment(machine),
     }
-
-
-def _in_turns(systems: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds a call, for each system one value a turn."""
-    calls: dict[str, int] = {}
-    turns: dict[str, list[float]] = {name: [] for name in systems}
-    for _ in range(rounds):
-        for name, call in systems.items():
-            time.sleep(PAUSE_S)
-            call()
-            start = time.perf_counter()
-            if name not in calls:
-                call()
-                calls[name] = max(1, round(TURN_S / (time.perf_counter() - start)))
-                start = time.perf_counter()
-            for _ in range(calls[name]):
-                call()
-            turns[name].append((time.perf_counter() - start) / calls[name])
-    return turns
-
-
-def _inputs(specs: Sequence[Any]) -> dict[str, np.ndarray]:
-    """Seeded random inputs by name: floats in [0, 1), integers 0 or 1."""
-    rng = np.random.default_rng(0)
-    made: dict[str, np.ndarray] = {}
-    for spec in specs:
-        kind = np.dtype(spec.dtype)
-        values = rng.integers(0, 2, spec.shape) if kind.kind in "biu" else rng.random(spec.shape)
-        made[spec.name] = np.ascontiguousarray(np.asarray(values).astype(kind))
-    return made
 
 
 def _session(source: Path, threads: int) -> Any:

@@ -9,8 +9,10 @@ classic one of tile footprints against capacity (Wolf and Lam, "A data locality 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -236,8 +238,8 @@ def footprint(access: Access, tiles: dict[int, Value]) -> Value:
     spans = region(access, tiles)
     if not spans:
         return access.buffer.itemsize
-    row = np.ceil(spans[-1] * (access.buffer.itemsize / LINE)) * LINE
-    out: Value = row if isinstance(spans[-1], np.ndarray) else float(row)
+    lines = spans[-1] * (access.buffer.itemsize / LINE)
+    out: Value = (np.ceil(lines) if isinstance(lines, np.ndarray) else math.ceil(lines)) * float(LINE)
     for span in spans[:-1]:
         out = out * span
     return out
@@ -252,8 +254,8 @@ class _Lanes:
     ramp over the whole vector, and LLVM then gathers it lane by lane.
     """
 
-    def __init__(self, access: Access) -> None:
-        self._access = access
+    def __init__(self, access: Access, where: Callable) -> None:
+        self._access, self._where = access, where
         self._next: Value = 0.0  # stride that goes on where the loops so far end; 0 before the first
         self.run: Value = 1.0  # lanes that are consecutive elements
         self.same: Value = 1.0  # lanes that are one element
@@ -271,20 +273,20 @@ class _Lanes:
 
     def allows(self, extent: Value, stride: Value, innermost: bool) -> Value:
         """1.0 where the access lets a loop join the vector of those within it."""
-        used = np.logical_and(np.not_equal(stride, 0.0), extent > 1.0)
-        first = np.equal(self._next, 0.0)
-        fits = np.where(first, innermost | np.equal(stride, 1.0), np.equal(stride, self._next))
-        return np.where(used, fits, True).astype(np.float32)
+        used = (stride != 0.0) & (extent > 1.0)
+        fits = self._where(self._next == 0.0, (stride == 1.0) | innermost, stride == self._next)
+        return self._where(used, fits, True)
 
     def take(self, taken: Value, extent: Value, stride: Value) -> None:
         """Go on to the next loop; `taken` is 1 where it joins the vector."""
-        taken = np.logical_and(taken, extent > 1.0)
-        used = np.logical_and(taken, np.not_equal(stride, 0.0))
-        self._next = np.where(used, stride * extent, self._next)
-        self._growing = np.where(taken, self._growing * np.equal(stride, self.run), self._growing)
-        self._constant = np.where(used, 0.0, self._constant)
-        self.run = np.where(np.logical_and(taken, self._growing), self.run * extent, self.run)
-        self.same = np.where(np.logical_and(taken, self._constant), self.same * extent, self.same)
+        where = self._where
+        taken = (taken > 0) & (extent > 1.0)
+        used = taken & (stride != 0.0)
+        self._next = where(used, stride * extent, self._next)
+        self._growing = where(taken, self._growing * (stride == self.run), self._growing)
+        self._constant = where(used, 0.0, self._constant)
+        self.run = where(taken & (self._growing > 0), self.run * extent, self.run)
+        self.same = where(taken & (self._constant > 0), self.same * extent, self.same)
 
 
 _N = {name: i for i, name in enumerate(NEST)}
@@ -292,7 +294,8 @@ _N = {name: i for i, name in enumerate(NEST)}
 
 def log2(value: Value) -> Value:
     """log2 of a value of at least 1, scaled by 1/8 so that features stay near one."""
-    return np.log2(np.maximum(value, 1.0)) * 0.125
+    bounded = max(value, 1.0) if isinstance(value, float) else np.maximum(value, 1.0)
+    return np.log2(bounded) * 0.125
 
 
 def summarise(
@@ -322,15 +325,23 @@ def summarise(
     """
     n = env.n
     out = np.zeros((n, len(NEST)), dtype=np.float32)
+    # Where no decision is open, as in a real program, all values are floats, on which numpy is slow.
+    alone = not env.slots
+    where: Any = _choose if alone else np.where
+
+    def single(value: float) -> Any:
+        return value if alone else np.full(n, value, dtype=np.float32)
+
     accesses = nest.rank
+    axes_of = [{axis for form in a.index for axis in form} for a in accesses]
     cuts = [env.get(cut) for cut in nest.all_cuts()]
     placed = [(position, c) for position, loop in enumerate(nest.loops) for c in loop.components]
-    ones = np.ones(n, dtype=np.float32)
 
     points: Value = 1.0
     tiles: dict[int, Value] = {}
-    tile = [ones] * len(CAPACITIES)
-    held: list[Value] = [sum(footprint(a, tiles) for a in accesses)] * len(CAPACITIES)
+    tile = [single(1.0)] * len(CAPACITIES)
+    touched = [footprint(a, tiles) for a in accesses]
+    held: list[Value] = [sum(touched)] * len(CAPACITIES)
     vector: Value = 1.0
     vector_open: Value = 1.0  # 1 while the run of spatial inner loops goes on
     accumulators: Value = 1.0
@@ -338,11 +349,11 @@ def summarise(
     reduction: Value = 1.0
     stage: Value = 0.0  # 0 before the first non-unit reduction loop, 1 within its run, 2 after
     found: Value = 0.0  # number of non-unit loops met
-    inner = [np.zeros(n, dtype=np.float32) for _ in range(3)]
-    strides = [np.full(n, -1.0, dtype=np.float32) for _ in accesses]
-    inner_reduce = np.zeros(n, dtype=np.float32)
+    inner = [single(0.0) for _ in range(3)]
+    strides = [single(-1.0) for _ in accesses]
+    inner_reduce = single(0.0)
     nonunit: Value = 0.0
-    lanes = [_Lanes(a) for a in accesses + [a for a in nest.accesses if a not in accesses]]
+    lanes = [_Lanes(a, where) for a in accesses + [a for a in nest.accesses if a not in accesses]]
 
     for position, component in reversed(placed):
         extent = env.get(component.extent)
@@ -351,41 +362,44 @@ def summarise(
         innermost = position == len(nest.loops) - 1
         if not isinstance(extent, np.ndarray) and extent == 1.0:
             continue
-        big = np.asarray(extent > 1.0, dtype=np.float32)
+        big = float(extent > 1.0) if alone else np.asarray(extent > 1.0, dtype=np.float32)
         points = points * extent
         step = tiles.get(component.axis, 1.0)  # by which the axis moves from one iteration to the next
         if component.axis >= 0:
             tiles[component.axis] = tiles.get(component.axis, 1.0) * extent
-        total = sum(footprint(a, tiles) for a in accesses)
+        for k, a in enumerate(accesses):
+            if component.axis in axes_of[k]:
+                touched[k] = footprint(a, tiles)
+        total = sum(touched)
         for i, capacity in enumerate(CAPACITIES):
             fits = total <= capacity
-            held[i] = np.where(fits, total, held[i])
-            tile[i] = np.where(fits, points, tile[i])
+            held[i] = where(fits, total, held[i])
+            tile[i] = where(fits, points, tile[i])
         for k in range(3):
-            inner[k] = np.where((found == k) & (big > 0), extent, inner[k])
+            inner[k] = where((found == k) & (big > 0), extent, inner[k])
         first = (found == 0) & (big > 0)
         for k, a in enumerate(accesses):
             stride = abs(_axis_stride(a, component.axis))
-            strides[k] = np.where(first, stride, strides[k])
+            strides[k] = where(first, stride, strides[k])
         if component.is_reduce:
-            inner_reduce = np.where(first, 1.0, inner_reduce)
+            inner_reduce = where(first, 1.0, inner_reduce)
             vector_open = vector_open * (1.0 - big)
-            reduction = np.where(stage <= 1, reduction * extent, reduction)
-            stage = np.where((stage == 0) & (big > 0), 1.0, stage)
+            reduction = where(stage <= 1, reduction * extent, reduction)
+            stage = where((stage == 0) & (big > 0), 1.0, stage)
         else:
             grown = vector * extent
             strides_now = [one.stride(component.axis, step) for one in lanes]
             open_ = vector_open * (grown <= vector_limit)
-            if np.any(open_):
+            if open_ if alone else np.any(open_):
                 for one, stride in zip(lanes, strides_now, strict=True):
                     open_ = open_ * one.allows(extent, stride, innermost)
                 for one, stride in zip(lanes, strides_now, strict=True):
                     one.take(open_, extent, stride)
-            vector = np.where(open_ > 0, grown, vector)
+            vector = where(open_ > 0, grown, vector)
             vector_open = open_
-            accumulators = np.where(stage == 0, accumulators * extent, accumulators)
-            register_bytes = np.where(stage == 0, total, register_bytes)
-            stage = np.where((stage == 1) & (big > 0), 2.0, stage)
+            accumulators = where(stage == 0, accumulators * extent, accumulators)
+            register_bytes = where(stage == 0, total, register_bytes)
+            stage = where((stage == 1) & (big > 0), 2.0, stage)
         found = found + big
         nonunit = nonunit + big
 
@@ -405,6 +419,10 @@ def summarise(
     for extent, _is_reduce in nest.axes:
         full = full * env.get(extent)
 
+    if alone:  # in the precision that the arrays have
+        tile, inner, strides = ([np.float32(v) for v in values] for values in (tile, inner, strides))
+        if found:
+            held = [np.float64(v) for v in held]
     out[:, _N["points"]] = log2(points)
     out[:, _N["work"]] = log2(points * nest.cost)
     for i in range(len(CAPACITIES)):
@@ -444,6 +462,11 @@ def summarise(
     return out
 
 
+def _choose(condition: bool, value: Value, other: Value) -> Value:
+    """`numpy.where` for floats."""
+    return value if condition else other
+
+
 def add_unrolling(out: np.ndarray, nest: Nest, env: Env, limit: Value) -> None:
     """Add to a summary what UnrollLoop will make of the nest.
 
@@ -460,7 +483,11 @@ def add_unrolling(out: np.ndarray, nest: Nest, env: Env, limit: Value) -> None:
     limit : float or numpy.ndarray
         ``[n]`` where it depends on a decision.
     """
+    alone = not env.slots
+    where: Any = _choose if alone else np.where
     vector: Value = np.exp2(out[:, _N["vector"]] * 8.0) + 0.5
+    if alone:
+        vector = float(vector[0])
     lanes: Value = 1.0
     unrolled: Value = 1.0
     goes_on: Value = 1.0
@@ -473,15 +500,15 @@ def add_unrolling(out: np.ndarray, nest: Nest, env: Env, limit: Value) -> None:
         loop = extent > 1.0
         if component.is_reduce:
             within = within * (1.0 - loop)
-            lanes = np.where(loop, np.inf, lanes)
+            lanes = where(loop, np.inf, lanes)
         else:
             lanes = lanes * extent
             loop = loop & (lanes > vector)
         body = unrolled * extent
         fits = goes_on * (body <= limit)
-        unrolled = np.where(loop, np.where(fits > 0, body, unrolled), unrolled)
-        goes_on = np.where(loop, fits, goes_on)
-        in_registers = np.where(loop & (within > 0), in_registers * fits, in_registers)
+        unrolled = where(loop & (fits > 0), body, unrolled)
+        goes_on = where(loop, fits, goes_on)
+        in_registers = where(loop & (within > 0), in_registers * fits, in_registers)
     out[:, _N["unrolled"]] = log2(unrolled)
     out[:, _N["in_registers"]] = in_registers
 

@@ -9,10 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-Linear = dict[Any, float]
+Linear = dict[int, float]
 """A linear form: coefficient by variable (loop or axis); the constant term is dropped."""
+
+
+def key_of(var: Any) -> int:
+    """What stands for a TVM variable in linear forms: its hash, which is its address.
+
+    The variable itself would be a slow key: comparing two of them builds an expression.
+    """
+    return hash(var)
+
 
 SERIAL, PARALLEL, VECTORIZED, UNROLLED, THREAD = range(5)
 """Loop kinds, numbered as ``tvm.tirx.ForKind``."""
@@ -28,7 +38,7 @@ class Buffer:
     scope: str
     is_float: bool
 
-    @property
+    @cached_property
     def strides(self) -> list[int]:
         """Row-major strides in elements, one per dimension."""
         strides = [1] * len(self.shape)
@@ -36,7 +46,7 @@ class Buffer:
             strides[d] = strides[d + 1] * self.shape[d + 1]
         return strides
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -50,7 +60,7 @@ class Access:
     is_write: bool
     index: list[Linear]
 
-    def stride(self, var: Any) -> float:
+    def stride(self, var: int) -> float:
         """Elements by which the address moves when `var` grows by one."""
         return sum(s * form.get(var, 0.0) for s, form in zip(self.buffer.strides, self.index, strict=True))
 
@@ -59,7 +69,7 @@ class Access:
 class Loop:
     """One loop around a block. `unroll` is the automatic unroll limit in force there."""
 
-    var: Any
+    var: int
     extent: int
     kind: int
     unroll: int
@@ -69,7 +79,7 @@ class Loop:
 class Axis:
     """One iterator of a block, with its extent and whether it is a reduction."""
 
-    var: Any
+    var: int
     extent: int
     is_reduce: bool
     binding: Linear
@@ -112,7 +122,7 @@ def _const(expr: Any) -> int | None:
     return value if isinstance(value, int) else None
 
 
-def linear_form(expr: Any, env: dict[Any, Linear]) -> Linear:
+def linear_form(expr: Any, env: dict[int, Linear]) -> Linear:
     """The linear part of an index expression, with variables replaced through `env`.
 
     Division and remainder by a constant are taken as if exact (``x // 4`` has slope 1/4; ``x % 4``
@@ -121,7 +131,9 @@ def linear_form(expr: Any, env: dict[Any, Linear]) -> Linear:
     """
     kind = type(expr).__name__
     if kind == "Var":
-        return env.get(expr, {expr: 1.0})
+        key = key_of(expr)
+        found = env.get(key)
+        return {key: 1.0} if found is None else found
     if kind in ("IntImm", "FloatImm"):
         return {}
     if kind in ("Add", "Sub"):
@@ -196,7 +208,7 @@ class _Reader:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.loops: list[Loop] = []
-        self.env: dict[Any, Linear] = {}
+        self.env: dict[int, Linear] = {}
         self.buffers: dict[Any, Buffer] = {}
         self.unroll = 0
         self.guards = 0
@@ -250,7 +262,9 @@ class _Reader:
         if step is not None:
             self.unroll = step if isinstance(step, int) else _const(step) or 0
         extent = _const(stmt.extent)
-        self.loops.append(Loop(stmt.loop_var, 1 if extent is None else extent, int(stmt.kind), self.unroll))
+        self.loops.append(
+            Loop(key_of(stmt.loop_var), 1 if extent is None else extent, int(stmt.kind), self.unroll)
+        )
         self.visit(stmt.body)
         self.loops.pop()
         self.unroll = saved
@@ -263,10 +277,9 @@ class _Reader:
         axes = []
         for iter_var, value in zip(block.iter_vars, stmt.iter_values, strict=True):
             form = linear_form(value, self.env)
-            self.env[iter_var.var] = form
-            axes.append(
-                Axis(iter_var.var, _const(iter_var.dom.extent) or 1, int(iter_var.iter_type) == 2, form)
-            )
+            key = key_of(iter_var.var)
+            self.env[key] = form
+            axes.append(Axis(key, _const(iter_var.dom.extent) or 1, int(iter_var.iter_type) == 2, form))
         guarded = type(stmt.predicate).__name__ not in ("IntImm", "Bool") or self.guards > 0
         outer = self.current
         self.current = Block(

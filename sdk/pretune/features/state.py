@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,21 +118,49 @@ def _nest_of_state(block: Block) -> Nest:
 
 def _loop_rows(block: Block, nest: Nest) -> np.ndarray:
     out = np.zeros((MAX_LOOPS, len(STATE_LOOP)), dtype=np.float32)
-    tiles: dict[int, Any] = {}
-    points = 1.0
     depth = len(block.loops)
-    for k, i in enumerate(range(depth - 1, -1, -1)):
-        if k >= MAX_LOOPS:
-            break
-        loop, component = block.loops[i], nest.loops[i].components[0]
+    inner = range(depth - 1, max(depth - 1 - MAX_LOOPS, -1), -1)
+    if not inner:
+        return out
+    tiles: dict[int, Any] = {}
+    touched = [footprint(a, tiles) for a in nest.rank]
+    points = 1.0
+    extents, kinds, sizes = [], np.zeros((len(inner), 5)), []
+    for k, i in enumerate(inner):
+        loop = block.loops[i]
         extent = float(max(loop.extent, 1))
         tiles[i] = extent
         points *= extent
-        out[k, : len(LOOP)] = describe_loop(extent, component.is_reduce, i, depth, nest.rank, i)
-        kind = [0.0] * 5
-        kind[min(loop.kind, 4)] = 1.0
-        touched = sum(footprint(a, tiles) for a in nest.rank)
-        out[k, len(LOOP) :] = (*kind, log2(points), log2(touched))
+        for n, access in enumerate(nest.rank):
+            if any(i in form for form in access.index):
+                touched[n] = footprint(access, tiles)
+        extents.append(extent)
+        kinds[k, min(loop.kind, 4)] = 1.0
+        sizes.append((points, sum(touched)))
+    reduced = [nest.loops[i].components[0].is_reduce for i in inner]
+    rows = out[: len(inner)]
+    rows[:, : len(LOOP)] = describe_loops(extents, reduced, inner, depth, nest.rank, inner)
+    rows[:, len(LOOP) : -2] = kinds
+    rows[:, -2:] = log2(np.array(sizes, dtype=np.float64))
+    return out
+
+
+def describe_loops(
+    extents: Sequence[float], is_reduce: Sequence[bool], positions: Sequence[int], depth: int,
+    accesses: list[Access], axes: Sequence[int],
+) -> np.ndarray:  # fmt: skip
+    """Features `schema.LOOP` of loops of one block: float32 ``[loops, len(LOOP)]``."""
+    out = np.zeros((len(extents), len(LOOP)), dtype=np.float32)
+    position = np.array(positions)
+    out[:, 0] = log2(np.array(extents))
+    out[:, 2] = is_reduce
+    out[:, 1] = 1 - out[:, 2]
+    out[:, 3], out[:, 4] = position / 16, (depth - 1 - position) / 16
+    for k, access in enumerate(accesses[:ACCESSES]):
+        strides = np.array([abs(access.stride(axis)) for axis in axes], dtype=np.float64)
+        out[:, 5 + 3 * k] = log2(strides + 1.0)
+        out[:, 6 + 3 * k] = strides == 0
+        out[:, 7 + 3 * k] = strides == 1
     return out
 
 
@@ -139,9 +168,4 @@ def describe_loop(
     extent: float, is_reduce: bool, position: int, depth: int, accesses: list[Access], axis: int
 ) -> np.ndarray:
     """Features `schema.LOOP` of one loop: float32 ``[len(LOOP)]``."""
-    out = np.zeros(len(LOOP), dtype=np.float32)
-    out[:5] = (log2(extent), not is_reduce, is_reduce, position / 16, (depth - 1 - position) / 16)
-    for k, access in enumerate(accesses[:ACCESSES]):
-        stride = abs(access.stride(axis))
-        out[5 + 3 * k : 8 + 3 * k] = (log2(stride + 1.0), stride == 0, stride == 1)
-    return out
+    return describe_loops([extent], [is_reduce], [position], depth, accesses, [axis])[0]

@@ -125,6 +125,14 @@ def isa_level_of(arch: str, isa: Collection[str]) -> str:
     return arch
 
 
+def flags_of_level(level: str) -> tuple[str, ...]:
+    """Instruction sets that a level of `isa_level_of` asks for, with those of the levels below it."""
+    if level in _LEVELS:
+        names = list(_LEVELS)
+        return tuple(flag for name in names[: names.index(level) + 1] for flag in _LEVELS[name])
+    return {"aarch64-sve": ("sve",), "aarch64-sve2": ("sve", "sve2")}.get(level, ())
+
+
 def vector_bits_of(isa: Collection[str], sve_bits: int = 128) -> int:
     """Widest vector register that the instruction sets bring, in bits; 64 for none at all.
 

@@ -2,7 +2,7 @@
 
 from pretune.model.scorer import SpaceScorer, TaskScorer
 from pretune.model.trace_scorer import TraceScorer
-from pretune.model.weights import Weights, find_weights, load_weights
+from pretune.model.weights import Weights, load_weights
 from pretune.model.world_model import WorldModel
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "TraceScorer",
     "Weights",
     "WorldModel",
-    "find_weights",
     "load_weights",
 ]

@@ -1,4 +1,4 @@
-"""Weights folders: reading, checking, and choosing the one that covers the hardware.
+"""Weights folders: reading and checking one. Which one to use is `pretune.hub`'s to say.
 
 A folder holds what a hub repository of one target holds::
 
@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from pretune.errors import WeightsError
 from pretune.features.schema import SCHEMA_VERSION
-from pretune.hardware import Hardware
 
 FORMAT_VERSION = 1
 MAX_OPSET, MAX_IR = 18, 10
@@ -30,11 +30,6 @@ MAX_OPSET, MAX_IR = 18, 10
 installs with, loads both."""
 
 ONNX_FILES = ("onnx/encoder.onnx", "onnx/action.onnx", "onnx/transition.onnx", "onnx/ranker.onnx")
-ISA_LEVELS = {
-    "x86_64": ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4"),
-    "aarch64": ("aarch64", "aarch64-sve", "aarch64-sve2"),
-}
-"""Instruction set levels by architecture, each of which includes those before it; see `isa_level_of`."""
 
 
 class Covers(msgspec.Struct, frozen=True):
@@ -46,7 +41,19 @@ class Covers(msgspec.Struct, frozen=True):
 
 
 class MeasuredOn(msgspec.Struct, frozen=True):
-    """One machine whose measurements the weights were trained on."""
+    """One machine whose measurements the weights were trained on.
+
+    Attributes
+    ----------
+    cpu : str
+        Name of the machine's CPU, or GPU.
+    microarch : str
+        Its microarchitecture, or the architecture of a GPU.
+    cores : int
+        That measured; multiprocessors of a GPU.
+    l2_bytes, l3_bytes : int
+        Cache sizes; 0 if unknown.
+    """
 
     cpu: str
     microarch: str
@@ -54,6 +61,8 @@ class MeasuredOn(msgspec.Struct, frozen=True):
     schedules: int
     tasks: int
     days: tuple[str, ...] = ()
+    l2_bytes: int = 0
+    l3_bytes: int = 0
 
 
 class OnnxInfo(msgspec.Struct, frozen=True):
@@ -108,41 +117,115 @@ class Weights:
     notice: str = ""
 
 
-@dataclass(frozen=True)
-class Considered:
-    """One weights folder that was looked at, and the reason it may be used or not.
+class Software(NamedTuple):
+    """Versions that decide whether weights can be used; None for a TVM that is not installed."""
 
-    Attributes
-    ----------
-    accepted : bool
-        Whether the weights can rank for the hardware at all.
-    coverage : str
-        ``"measured"``: trained on this microarchitecture. ``"compatible"``: on others with the same
-        instruction set level or a lower one. ``"uncovered"``: not for this hardware; if accepted, for a
-        higher level of its architecture.
-    level : int
-        Among those of one coverage, the highest comes first.
+    sdk: str
+    tvm: str | None
+    feature_schema: int = SCHEMA_VERSION
+
+
+class Misfit(NamedTuple):
+    """Why weights cannot be used with the installed versions, and the way out."""
+
+    what: str
+    way_out: str
+
+
+def installed_software() -> Software:
+    """The versions installed here."""
+    import pretune
+
+    try:
+        tvm = importlib.metadata.version("apache-tvm")
+    except importlib.metadata.PackageNotFoundError:
+        tvm = None
+    return Software(pretune.__version__, tvm)
+
+
+def misfits(config: Config, software: Software) -> list[Misfit]:
+    """What keeps weights from being used with some versions; empty if nothing does."""
+    found = []
+    if config.feature_schema != software.feature_schema:
+        found.append(
+            Misfit(
+                f"weights for feature schema {config.feature_schema}, "
+                f"this pretune computes {software.feature_schema}",
+                _way_out(config.feature_schema, software.feature_schema),
+            )
+        )
+    if _version(config.min_sdk_version) > _version(software.sdk):
+        found.append(
+            Misfit(
+                f"weights need pretune {config.min_sdk_version} or newer, this is {software.sdk}",
+                "run: pip install -U pretune",
+            )
+        )
+    if software.tvm and not SpecifierSet(config.tvm).contains(software.tvm, prereleases=True):
+        # The traces that the weights were trained on are those of some versions of TVM.
+        found.append(
+            Misfit(
+                f"weights for apache-tvm {config.tvm}, but {software.tvm} is installed",
+                f"run: pip install 'apache-tvm{config.tvm}', or use the weights that came with pretune "
+                "(leave --weights out)",
+            )
+        )
+    if config.onnx.opset > MAX_OPSET or config.onnx.ir > MAX_IR:
+        found.append(
+            Misfit(
+                f"ONNX opset {config.onnx.opset}, IR {config.onnx.ir}; "
+                f"at most {MAX_OPSET} and {MAX_IR} are read",
+                "run: pip install -U pretune",
+            )
+        )
+    return found
+
+
+def read_config(path: Path) -> Config:
+    """Read ``config.json`` of a weights folder.
+
+    Raises
+    ------
+    WeightsError
+        If it is missing, is of another format, or cannot be read.
     """
+    file = path / "config.json"
+    if not file.is_file():
+        raise WeightsError(
+            f"{file}: missing; a weights folder holds config.json, manifest.json and onnx/; "
+            "run: pretune doctor, to see the weights at hand"
+        )
+    # The format is looked at first: a folder of another format may not decode as ours.
+    version = _decode(file, dict[str, Any]).get("format_version")
+    if version != FORMAT_VERSION:
+        raise WeightsError(
+            f"{path}: weights format {version!r}, this pretune reads {FORMAT_VERSION}; "
+            + _way_out(version, FORMAT_VERSION)
+        )
+    config = _decode(file, Config)
+    try:
+        SpecifierSet(config.tvm)
+    except InvalidSpecifier:
+        raise WeightsError(
+            f"{file}: {config.tvm!r} is no range of TVM versions; "
+            "run: pretune doctor, to see the weights at hand"
+        ) from None
+    return config
 
-    name: str
-    path: Path
-    accepted: bool
-    coverage: str
-    reason: str
-    level: int = 0
 
-    @property
-    def described(self) -> str:
-        """Coverage and reason for people, where the reason does not name the coverage itself."""
-        return self.reason if self.reason.startswith(self.coverage) else f"{self.coverage}: {self.reason}"
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(p) for p in text.split(".") if p.isdigit())
-
-
-def load_weights(path: Path | str, why: str = "given") -> Weights:
+def load_weights(
+    path: Path | str, why: str = "given", stamps: Mapping[str, tuple[int, int]] | None = None
+) -> Weights:
     """Check a weights folder and read its configuration.
+
+    Parameters
+    ----------
+    path : Path or str
+    why : str
+        How the folder was chosen, for people.
+    stamps : mapping, optional
+        Size and time stamp of files when they were last checked: a file that has not changed since then is
+        not hashed again.
 
     Raises
     ------
@@ -150,70 +233,21 @@ def load_weights(path: Path | str, why: str = "given") -> Weights:
         If a file is missing, is not what the manifest says, or was made for another format, feature schema,
         ONNX version, TVM or a newer pretune.
     """
-    import pretune
-
     path = Path(path)
     if not path.is_dir():
         raise WeightsError(f"{path}: no such weights folder; run: pretune doctor, to see the weights at hand")
-    config_file, manifest_file = path / "config.json", path / "manifest.json"
-    for file in (config_file, manifest_file):
-        if not file.is_file():
-            raise WeightsError(
-                f"{file}: missing; a weights folder holds config.json, manifest.json and onnx/; "
-                "run: pretune doctor, to see the weights at hand"
-            )
-    # The format is looked at first: a folder of another format may not decode as ours.
-    version = _decode(config_file, dict[str, Any]).get("format_version")
-    if version != FORMAT_VERSION:
-        raise WeightsError(
-            f"{path}: weights format {version!r}, this pretune reads {FORMAT_VERSION}; "
-            + _way_out(version, FORMAT_VERSION)
-        )
-    config = _decode(config_file, Config)
-    manifest = _decode(manifest_file, Manifest)
-    if config.feature_schema != SCHEMA_VERSION:
-        raise WeightsError(
-            f"{path}: weights for feature schema {config.feature_schema}, "
-            f"this pretune computes {SCHEMA_VERSION}; " + _way_out(config.feature_schema, SCHEMA_VERSION)
-        )
-    if _version(config.min_sdk_version) > _version(pretune.__version__):
-        raise WeightsError(
-            f"{path}: weights need pretune {config.min_sdk_version} or newer, "
-            f"this is {pretune.__version__}; run: pip install -U pretune"
-        )
-    _check_tvm(path, config)
-    if config.onnx.opset > MAX_OPSET or config.onnx.ir > MAX_IR:
-        raise WeightsError(
-            f"{path}: ONNX opset {config.onnx.opset}, IR {config.onnx.ir}; "
-            f"at most {MAX_OPSET} and {MAX_IR} are read; run: pip install -U pretune"
-        )
+    config = read_config(path)
+    if not (path / "manifest.json").is_file():
+        raise WeightsError(f"{path / 'manifest.json'}: missing; {_repair(path)}")
+    manifest = _decode(path / "manifest.json", Manifest)
+    for misfit in misfits(config, installed_software()):
+        raise WeightsError(f"{path}: {misfit.what}; {misfit.way_out}")
     for name in ("config.json", *ONNX_FILES):
-        check_file(path, name, manifest)
+        check_file(path, name, manifest, (stamps or {}).get(name))
     return Weights(path, config, why)
 
 
-def _check_tvm(path: Path, config: Config) -> None:
-    """The traces that the weights were trained on are those of some versions of TVM."""
-    try:
-        installed = importlib.metadata.version("apache-tvm")
-    except importlib.metadata.PackageNotFoundError:
-        return  # Nothing works without it, and whatever needs it says so.
-    try:
-        fits = SpecifierSet(config.tvm).contains(installed, prereleases=True)
-    except InvalidSpecifier:
-        raise WeightsError(
-            f"{path / 'config.json'}: {config.tvm!r} is no range of TVM versions; "
-            "run: pretune doctor, to see the weights at hand"
-        ) from None
-    if not fits:
-        raise WeightsError(
-            f"{path}: weights for apache-tvm {config.tvm}, but {installed} is installed; "
-            f"run: pip install 'apache-tvm{config.tvm}', or use the weights that came with pretune "
-            "(leave --weights out)"
-        )
-
-
-def check_file(path: Path, name: str, manifest: Manifest) -> None:
+def check_file(path: Path, name: str, manifest: Manifest, stamp: tuple[int, int] | None = None) -> None:
     """Check one file of a weights folder against the manifest: size, then sha256.
 
     Raises
@@ -221,18 +255,28 @@ def check_file(path: Path, name: str, manifest: Manifest) -> None:
     WeightsError
         Naming the file and what is wrong with it.
     """
-    again = "restore it, or reinstall: pip install --force-reinstall --no-deps pretune"
     info = manifest.files.get(name)
     if info is None:
-        raise WeightsError(f"{path / 'manifest.json'}: does not list {name}; {again}")
+        raise WeightsError(f"{path / 'manifest.json'}: does not list {name}; {_repair(path)}")
     file = path / name
-    if file.is_symlink() or not file.is_file():
-        raise WeightsError(f"{file}: missing, or not a plain file; {again}")
-    data = file.read_bytes()
-    if len(data) != info.size:
-        raise WeightsError(f"{file}: {len(data)} bytes, the manifest says {info.size}; {again}")
-    if hashlib.sha256(data).hexdigest() != info.sha256:
-        raise WeightsError(f"{file}: damaged, its sha256 is not the manifest's; {again}")
+    linked = file.is_symlink() or (path / name.split("/")[0]).is_symlink()
+    if linked or not file.is_file():
+        raise WeightsError(f"{file}: missing, or not a plain file; {_repair(path)}")
+    found = file.stat()
+    if found.st_size != info.size:
+        raise WeightsError(f"{file}: {found.st_size} bytes, the manifest says {info.size}; {_repair(path)}")
+    if (found.st_size, found.st_mtime_ns) == stamp:
+        return
+    if hashlib.sha256(file.read_bytes()).hexdigest() != info.sha256:
+        raise WeightsError(f"{file}: damaged, its sha256 is not the manifest's; {_repair(path)}")
+
+
+def _repair(path: Path) -> str:
+    return f"run: pretune hub verify --repair {path}"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(p) for p in text.split(".") if p.isdigit())
 
 
 def _way_out(theirs: Any, ours: int) -> str:
@@ -257,81 +301,3 @@ def shipped_folder() -> Path | None:
         if folder.is_dir():
             return folder
     return None
-
-
-def consider(hardware: Hardware, folders: list[Path]) -> list[Considered]:
-    """Judge each weights folder for `hardware`; accepted ones first, the best coverage first."""
-    out = []
-    for folder in folders:
-        if not (folder / "config.json").is_file():
-            continue
-        try:
-            config = _decode(folder / "config.json", Config)
-        except WeightsError as error:
-            out.append(Considered(folder.name, folder, False, "uncovered", str(error)))
-            continue
-        out.append(_judge(hardware, folder, config))
-    order = {"measured": 0, "compatible": 1, "uncovered": 2}
-    return sorted(out, key=lambda c: (order[c.coverage], not c.accepted, -c.level, c.name))
-
-
-def _judge(hardware: Hardware, folder: Path, config: Config) -> Considered:
-    covers = config.covers
-
-    def entry(coverage: str, reason: str, level: int = 0, accepted: bool = True) -> Considered:
-        return Considered(config.name, folder, accepted, coverage, reason, level)
-
-    if covers.kind != hardware.kind or covers.arch != hardware.arch:
-        mine, theirs = f"{hardware.kind} {hardware.arch}", f"{covers.kind} {covers.arch}"
-        return entry("uncovered", f"for {theirs}, this is {mine}", accepted=False)
-    levels = ("", *ISA_LEVELS.get(covers.arch, (hardware.isa_level,)))
-    if covers.isa_level not in levels:
-        reason = f"for {covers.isa_level}, a level of {covers.arch} that this pretune does not know"
-        return entry("uncovered", reason, accepted=False)
-    level = levels.index(covers.isa_level)
-    if covers.isa_level and hardware.isa_level not in levels:
-        return entry("uncovered", f"for {covers.isa_level}, the level here is unknown", -level)
-    if covers.isa_level and levels.index(hardware.isa_level) < level:
-        return entry("uncovered", f"for {covers.isa_level}, this is {hardware.isa_level}", -level)
-    if any(m.microarch == hardware.microarch for m in config.measured_on):
-        return entry("measured", f"measured on {hardware.microarch}", level)
-    if not covers.isa_level:
-        return entry("compatible", f"any {covers.arch}")
-    same = "same" if covers.isa_level == hardware.isa_level else "lower"
-    return entry("compatible", f"{same} instruction set level {covers.isa_level}", level)
-
-
-def find_weights(hardware: Hardware, explicit: Path | str | None = None) -> Weights:
-    """The weights to use: the given folder, or the best of those that came with pretune.
-
-    Weights for a higher instruction set level rank worse, but the search corrects them with what it measures:
-    they are used where no others cover the hardware. So are any that are given. Both have a `Weights.notice`.
-
-    Raises
-    ------
-    WeightsError
-        If the given folder is unusable, or there are none for the kind and architecture of the hardware.
-    """
-    if explicit is not None:
-        weights = load_weights(explicit)
-        return _with_notice(weights, _judge(hardware, weights.path, weights.config))
-    shipped = shipped_folder()
-    considered = consider(hardware, sorted(p for p in shipped.iterdir() if p.is_dir()) if shipped else [])
-    if considered and considered[0].accepted:
-        best = considered[0]
-        return _with_notice(load_weights(best.path, best.described), best)
-    table = "; ".join(f"{c.name}: {c.reason}" for c in considered) or "no weights are installed"
-    raise WeightsError(
-        f"no weights for {hardware.microarch} ({hardware.isa_level or hardware.arch}): {table}; give a "
-        "folder of weights for it with --weights; without weights, TVM itself tunes: ms.tune_relax"
-    )
-
-
-def _with_notice(weights: Weights, judged: Considered) -> Weights:
-    if judged.coverage != "uncovered":
-        return weights
-    return replace(
-        weights,
-        notice=f"weights {judged.name} do not cover this target ({judged.reason}), so they rank worse "
-        "here; what is measured corrects them",
-    )

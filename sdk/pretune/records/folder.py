@@ -87,6 +87,14 @@ class RunFolder:
         with explain_os_errors(self.path):
             write_atomic(self.result_path, result)
 
+    def read_result(self) -> dict[str, Any]:
+        """``result.json`` of an earlier run; empty if there is none, or none that can be read."""
+        try:
+            found = json.loads(self.result_path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def _owner(self) -> str:
         try:
             owner = json.loads(self._owner_path.read_text())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pretune.search.adapt import Posterior
+from pretune.search.code_size import MOST_CODE, code_size
 
 if TYPE_CHECKING:
     from pretune.model.scorer import TaskScorer
@@ -74,11 +75,13 @@ class TaskSearch:
     -----
     The loop is ``propose`` -> measure -> ``update`` -> ``propose`` ... Each proposal scores `POPULATION`
     random decision vectors and ``GENERATIONS * CHILDREN`` mutations and crossovers of the best, trials
-    included.
+    included. What LLVM would take minutes to build (`code_size`) is never proposed.
     """
 
     def __init__(self, space: TaskSpace, scorer: TaskScorer, *, seed: int = 0) -> None:
         self.space, self.scorer = space, scorer
+        kind: Any = space.target.kind
+        self._is_llvm = kind.name == "llvm"
         self.rng = np.random.default_rng(seed)
         self.posterior: Posterior | None = None
         self.scored = 0
@@ -129,7 +132,7 @@ class TaskSearch:
                     continue
                 self._tried[k].add(row.tobytes())
                 candidate = self.space.materialise(k, row)
-                if candidate is None or candidate.shash in self._seen:
+                if candidate is None or candidate.shash in self._seen or self._builds_for_minutes(candidate):
                     failures += 1
                     continue
                 score, features = float(pools[k].score[i]), pools[k].features[i]
@@ -145,6 +148,9 @@ class TaskSearch:
                 self._seen.add(candidate.shash)
                 chosen[k].append(row)
                 out.append(Proposal(candidate, row, score, features))
+
+    def _builds_for_minutes(self, candidate: Candidate) -> bool:
+        return self._is_llvm and code_size(candidate.mod["main"]) > MOST_CODE
 
     def update(self, proposals: list[Proposal], latencies: list[float]) -> None:
         """Learn from trials: seconds per candidate, infinite for one that failed."""

@@ -1,0 +1,51 @@
+"""How faithful scores are to latencies, on tasks with many measured schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pretune_export.dataset import TaskData
+from pretune_export.evidence.ranking import Scorer, judge
+
+FIGURES = ("spearman", "kendall", "top1", "top5", "top10")
+
+TASKS = 12
+"""Tasks that an evaluation looks at, those with the most schedules."""
+
+MANY = 200
+"""A task with fewer schedules is no evidence of it."""
+
+
+def with_many_schedules(tasks: Sequence[TaskData], count: int, least: int) -> list[TaskData]:
+    """Up to `count` different tasks with at least `least` schedules on one machine, by name."""
+    chosen: dict[str, TaskData] = {}
+    for task in sorted(tasks, key=_schedules, reverse=True):
+        if _schedules(task) >= least and len(chosen) < count:
+            chosen.setdefault(task.task, task)
+    return sorted(chosen.values(), key=lambda task: (task.name, task.task))
+
+
+def fidelity(score: Scorer, tasks: Sequence[TaskData]) -> dict[str, Any]:
+    """Judge the scores of tasks that `with_many_schedules` gave.
+
+    Returns
+    -------
+    dict
+        ``mean`` of `FIGURES`; ``rows`` as `judge` gives them, with the points of a scatter plot: ``scores``
+        and ``latencies`` in seconds, of the schedules that did not fail.
+    """
+    rows = []
+    for task in tasks:
+        (row,) = judge(score, [task])["rows"]
+        latency = np.concatenate([group.latency for group in task.groups])
+        ran = np.isfinite(latency)
+        points = {"scores": score(task)[ran], "latencies": latency[ran]}
+        rows.append(row | {name: [float(f"{x:.4g}") for x in each] for name, each in points.items()})
+    return {"mean": {f: float(np.mean([row[f] for row in rows])) for f in FIGURES}, "rows": rows}
+
+
+def _schedules(task: TaskData) -> int:
+    return sum(len(group.latency) for group in task.groups)

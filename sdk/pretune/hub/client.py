@@ -1,0 +1,189 @@
+"""The hub, through huggingface_hub only: what may pass is tried again, each failure is told in one line."""
+
+from __future__ import annotations
+
+import errno
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pretune.errors import HubError, PretuneError, WeightsError, one_line
+
+T = TypeVar("T")
+
+ATTEMPTS = 3
+LONGEST_WAIT = 60.0
+"""Seconds that a hub may ask to wait before the next attempt; for longer, the user decides."""
+
+TRANSIENT = (408, 429, 500, 502, 503, 504)
+
+
+class Hub:
+    """One hub.
+
+    Parameters
+    ----------
+    endpoint : str, optional
+        By default ``HF_ENDPOINT``, or else huggingface.co.
+    token : str, optional
+        By default ``HF_TOKEN``, or else that of ``hf auth login``.
+    """
+
+    def __init__(self, endpoint: str | None = None, token: str | None = None) -> None:
+        # It takes a while to import, and reads the environment then: not before it is needed.
+        import huggingface_hub
+
+        import pretune
+
+        self.api = huggingface_hub.HfApi(
+            endpoint=endpoint.rstrip("/") if endpoint else None,
+            token=token,
+            library_name="pretune",
+            library_version=pretune.__version__,
+        )
+        self.endpoint: str = self.api.endpoint
+        self.timeout = float(huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+    def ask(self, what: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function of huggingface_hub.
+
+        Parameters
+        ----------
+        what : str
+            What is asked for, such as ``"pretune/cpu-x86-64-v4@main"``: the subject of an error.
+
+        Raises
+        ------
+        HubError
+            In one line, whatever goes wrong.
+        """
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return function(*args, **kwargs)
+            except PretuneError:
+                raise
+            except Exception as error:  # httpx, hf_xet and the operating system each have their own
+                wait = _wait_before_retry(error, attempt)
+                if attempt == ATTEMPTS or wait is None:
+                    raise HubError(explain(error, what, self.endpoint)) from error
+                time.sleep(wait)
+        raise AssertionError("unreachable")
+
+    def commit_of(self, repo: str, revision: str) -> str:
+        """Commit, 40 hex digits, that a branch or tag of a repository points to: one request."""
+        asked = f"{repo}@{revision}"
+        info = self.ask(asked, self.api.model_info, repo, revision=revision, timeout=self.timeout)
+        if not is_commit(info.sha or ""):  # it will be the name of a folder
+            raise HubError(f"{asked}: {self.endpoint} names no commit; check that it is a hub: --endpoint")
+        return info.sha
+
+    def download(self, repo: str, commit: str, name: str, folder: Path) -> Path:
+        """Bring one file of a commit into a folder, by a temporary name and a rename: two requests."""
+        path = self.ask(
+            f"{repo}@{commit[:12]}: {name}",
+            self.api.hf_hub_download,
+            repo,
+            name,
+            revision=commit,
+            local_dir=folder,
+            # Else a copy in the client's own cache, which is never checked, would be taken.
+            cache_dir=folder / ".cache",
+            etag_timeout=self.timeout,
+        )
+        return Path(path)
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit, which never changes."""
+    return re.fullmatch("[0-9a-f]{40}", revision) is not None
+
+
+def explain(error: BaseException, what: str, endpoint: str) -> str:
+    """One line for whatever huggingface_hub raises: what failed, why, and what to do."""
+    # That no local file was found either is the client's last word on any failure; the reason is beneath.
+    while is_named(error, "LocalEntryNotFoundError") and error.__cause__ is not None:
+        error = error.__cause__
+    if is_named(error, "OfflineModeIsEnabled", "LocalEntryNotFoundError"):
+        return f"{what}: HF_HUB_OFFLINE forbids asking the hub; unset it, or use what is here: pretune hub ls"
+    if is_named(error, "ProxyError"):
+        return (
+            f"{what}: the proxy refuses ({one_line(error)}); check HTTPS_PROXY, HTTP_PROXY and NO_PROXY, "
+            "or name a mirror: --endpoint"
+        )
+    if is_named(error, "TimeoutException"):
+        return f"{what}: {endpoint} stopped answering; run it again, or set HF_HUB_DOWNLOAD_TIMEOUT (seconds)"
+    if is_named(error, "TransportError", "ConnectionError"):
+        return (
+            f"{what}: cannot reach {endpoint} ({one_line(error)}); check the network, "
+            "or name a mirror: --endpoint or HF_ENDPOINT"
+        )
+    status = _status(error)
+    if status is not None:
+        return f"{what}: {_explain_status(error, status, endpoint)}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{what}: the disk is full; free some space, or set PRETUNE_CACHE to a folder with more"
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{what}: cannot write {error.filename}; set PRETUNE_CACHE to a folder that can be written"
+    if "Consistency check failed" in str(error):
+        return f"{what}: the file came incomplete; run it again"
+    return f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}"
+
+
+def _explain_status(error: BaseException, status: int, endpoint: str) -> str:
+    said = " ".join((getattr(error, "server_message", None) or "").split())
+    if is_named(error, "GatedRepoError"):
+        return f"access must be asked for at {endpoint}; then log in: hf auth login"
+    if status == 401 and re.search("expired|invalid (credentials|username)", said, re.IGNORECASE):
+        return "the token is not valid, or has expired; make a new one and log in: hf auth login"
+    if is_named(error, "RevisionNotFoundError"):
+        return "there is no such revision; pretune hub info lists the versions of a repository"
+    if is_named(error, "EntryNotFoundError"):
+        return "the repository lacks this file; tell its owner, or pull another version: --revision"
+    if is_named(error, "RepositoryNotFoundError") or status == 401:  # the hub does not tell which
+        return (
+            f"{endpoint} has no such repository, or it is private; check the name (pretune hub ls), "
+            "or log in: hf auth login"
+        )
+    if status == 403:
+        return f"{endpoint} refuses ({said or 403}); use a token that may do this: --token, or hf auth login"
+    if status == 412:
+        return "somebody has changed the repository meanwhile; look at it, and run this again"
+    if status == 429:
+        seconds = _retry_after(error)
+        when = f"in {seconds:.0f} s" if seconds is not None else "later"
+        return f"{endpoint} takes no more requests for now (429); run it again {when}"
+    if status >= 500:
+        return f"{endpoint} fails ({status}); run it again later, or name a mirror: --endpoint"
+    return f"{endpoint} answers {status}: {said or one_line(error)}"
+
+
+def _wait_before_retry(error: BaseException, attempt: int) -> float | None:
+    """Seconds to wait before asking again; None if that would not help. The client waited for the rest."""
+    if _status(error) not in TRANSIENT:
+        return None
+    seconds = _retry_after(error)
+    if seconds is None:
+        return float(2 ** (attempt - 1))
+    return seconds if seconds <= LONGEST_WAIT else None
+
+
+def _status(error: BaseException) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _retry_after(error: BaseException) -> float | None:
+    response: Any = getattr(error, "response", None)
+    value = response.headers.get("Retry-After", "") if response is not None else ""
+    return float(value) if value.isdigit() else None
+
+
+def is_named(error: BaseException | None, *names: str) -> bool:
+    """Whether an error is of such a class; by name, since the client does not always use the same httpx."""
+    return any(cls.__name__ in names for cls in type(error).__mro__)
+
+
+def explain_weights(error: WeightsError, folder: Path, name: str) -> HubError:
+    """An error about weights in a folder that is about to go, named after what they are."""
+    return HubError(str(error).replace(str(folder), name))
