@@ -72,8 +72,8 @@ def judge_states(net: WorldModelNet, data: Data) -> dict[str, dict[str, float]]:
     Returns
     -------
     dict
-        ``predicted`` and ``real``, each with ``top1``, ``top5``, ``spearman``, means over the ``tasks`` of the
-        validation split that have `ENOUGH` such candidates.
+        ``predicted`` and ``real``, each with ``top1``, ``top5``, ``spearman``: means over the ``tasks`` of
+        the validation split that have `ENOUGH` such candidates.
     """
     rows: dict[str, list[tuple[float, float, float]]] = {"predicted": [], "real": []}
     for task in data.validation:
