@@ -10,12 +10,12 @@ from tvm import s_tir, te
 from pretune.hardware import detect, hardware_for_target
 from pretune.model import TaskScorer, WorldModel, load_weights
 from pretune.search import TaskSearch, task_search
-from pretune.search.code_size import LANE_COST, MOST_CODE, code_size
+from pretune.search.code_size import FAR_COST, MOST_CODE, VECTOR_COST, code_size
 from pretune.space import TaskSpace
 from programs import TARGET, softmax
 
 
-def transposed_twice(n: int, *, kind: str, limit: int) -> tvm.IRModule:
+def transposed(n: int, *, kind: str, limit: int) -> tvm.IRModule:
     """B = A + 1, C = transpose(B): the inner loop of C as given, the outer one unrolled up to `limit`."""
     a = te.placeholder((n, n), "float32", "A")
     b = te.compute((n, n), lambda i, j: a[i, j] + 1.0, "B")
@@ -30,11 +30,13 @@ def transposed_twice(n: int, *, kind: str, limit: int) -> tvm.IRModule:
 
 
 def test_code_that_is_written_down_is_counted():
-    # B itself is one step: a load, an addition, a store. C costs 1 a step.
+    def size(kind: str, limit: int) -> float:
+        return code_size(transposed(16, kind=kind, limit=limit)["main"])
+
+    # B is one step that costs 2, with its addition; a step of C costs 1.
     for limit, steps in ((0, 1), (15, 1), (16, 16), (255, 16), (256, 256)):
-        assert code_size(transposed_twice(16, kind="serial", limit=limit)["main"]) == 2.0 + steps
-    vectors = transposed_twice(16, kind="vectorized", limit=16)
-    assert code_size(vectors["main"]) == 2.0 + LANE_COST * 16 * 16
+        assert size("serial", limit) == 2.0 + steps
+    assert size("vectorized", 16) == pytest.approx(2.0 + 16 * 16 * (VECTOR_COST + FAR_COST))
 
 
 @pytest.mark.parametrize("most", [MOST_CODE, 600.0])

@@ -158,7 +158,7 @@ def test_a_busy_machine_is_told_from_a_quiet_one():
     assert busy_notice([noisy[: LEAST_TRIALS - 1]]) == ""  # too few to tell
     assert busy_notice([quiet] * 60 + [noisy]) == ""  # as happens on a quiet machine
     text = busy_notice([quiet, noisy])
-    assert "busy while 1 of 2 tasks were timed" in text and "differ by 30%" in text and "\n" not in text
+    assert "busy while 1 of the tasks were timed" in text and "differ by 30%" in text and "\n" not in text
 
 
 # -- a whole model -------------------------------------------------------------------------------------------

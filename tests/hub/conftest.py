@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,6 @@ import pytest
 from hub_server import Hub as Server
 
 from pretune.hub.client import Hub
-from pretune_export.onnx import write_manifest
-
-REPO = "pretune/cpu-x86-64-v4"
 
 
 @pytest.fixture(autouse=True)
@@ -58,22 +54,3 @@ def hub(server) -> Hub:
 def folder(weights, tmp_path) -> Path:
     """A copy of the shipped weights, to spoil."""
     return Path(shutil.copytree(weights, tmp_path / "weights"))
-
-
-def edit(folder: Path, **changes: object) -> None:
-    """Change the configuration of weights, and the manifest with it."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    rehash(folder)
-
-
-def rehash(folder: Path) -> None:
-    """Make the manifest anew, for whatever files there are."""
-    write_manifest(folder, json.loads((folder / "manifest.json").read_text())["provenance"])
-
-
-def flip(file: Path) -> None:
-    """Change one bit of a file, in the middle."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)

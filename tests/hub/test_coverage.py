@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from spoil import edit
 
-from conftest import edit
 from pretune.errors import WeightsError
 from pretune.features.schema import SCHEMA_VERSION
 from pretune.hardware import Hardware

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tvm
 from click.testing import CliRunner
+from spoil import REPO, edit, flip
 from test_coverage import DATA, config, machine
 
-from conftest import REPO, edit, flip
 from pretune.cli import main
 from pretune.features.schema import SUMMARY
 from pretune.hardware.hardware import VECTOR_SIZE
@@ -44,7 +44,7 @@ def published(server, weights) -> str:
     return server.publish(REPO, weights)
 
 
-@pytest.mark.parametrize("name", ["Zen 4", "Alder Lake", "Apple M2", "RTX 4090", "H100"])
+@pytest.mark.parametrize("name", ["Zen 4", "Apple M2", "H100"])
 def test_explain(server, tmp_path, name):
     for target in DATA["targets"]:
         folder = tmp_path / "published" / target["name"]
@@ -166,16 +166,14 @@ def test_the_environment_is_honoured(server, published):
     assert json.loads(ended.stdout)["pulled"][0]["revision"] == published
 
 
-def test_from_training_to_tuning_on_another_machine(server, folder, monkeypatch, tmp_path):
+def test_from_training_to_tuning_on_another_machine(server, folder):
     """What is pushed here, and pulled there into an empty cache, ranks bit for bit alike."""
     run("push", str(folder), "--repo", REPO, "--token", "writer", "--json", endpoint=server.url)
     Path("task.json").write_text(tvm.ir.save_json(matmul()))
     target = "llvm -mcpu=x86-64-v4 -num-cores 2"
     tune = ("tune", "task.json", "--trials", "0", "--target", target, "-q", "--json")
-    here = pretune(*tune, "--weights", str(folder), "--out", "here")
-    assert here.returncode == 0, here.stderr
-    missing = pretune(*tune, "--weights", REPO, "--out", "there", HF_ENDPOINT=server.url)
-    assert missing.returncode == 3 and f"run: pretune hub pull {REPO}, or add --pull" in missing.stderr
+    here = CliRunner().invoke(main, [*tune, "--weights", str(folder), "--out", "here"])
+    assert here.exit_code == 0, here.stderr
     server.requests.clear()
     there = pretune(*tune, "--weights", f"{REPO}@v1", "--pull", "--out", "there", HF_ENDPOINT=server.url)
     assert there.returncode == 0, there.stderr

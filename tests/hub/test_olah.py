@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from spoil import REPO
 
-from conftest import REPO
 from pretune.hub import cache
 from pretune.hub.client import Hub
 from pretune.hub.pull import pull_weights

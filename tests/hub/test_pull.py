@@ -8,15 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import huggingface_hub.constants
 import pytest
 from hub_server import Fault
 from hub_server import Hub as Server
+from spoil import REPO, edit, flip
 
-from conftest import REPO, edit, flip
 from pretune.errors import HubError, WeightsError
 from pretune.hub import cache
 from pretune.hub.client import Hub
@@ -230,6 +229,8 @@ def test_a_flipped_byte_is_named_and_only_that_file_replaced(server, hub, publis
     ):
         cache.load(item, "")
     assert [fault.name for fault in cache.check(item)] == [name]
+    pull_weights(hub, REPO, published)  # it is there: nothing is looked at, nor said to be whole
+    assert [fault.name for fault in cache.check(cache.find(REPO))] == [name]
     before = {path: path.stat().st_ino for path in item.path.rglob("*") if path.is_file()}
     server.requests.clear()
     assert repair(hub, item) == [name]
@@ -324,15 +325,20 @@ def test_a_read_only_cache(server, hub, published, tmp_path):
     assert ended.returncode == 8 and "set PRETUNE_CACHE to a folder that can be written" in ended.stderr
 
 
-def test_two_pulls_at_once_download_once(server, hub, published):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(pull_weights(hub, REPO))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2 and found[0].path == found[1].path
-    pulled(found[0])
+def test_two_processes_that_pull_at_once_download_once(server, published):
+    server.faults.append(
+        Fault("GET", "manifest.json", stall=10, stall_s=3)
+    )  # the first is slow: both are at it
+    code = (
+        "from pretune.hub.client import Hub; from pretune.hub.pull import pull_weights; "
+        f"print(pull_weights(Hub({server.url!r}), {REPO!r}).path)"
+    )
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120)[0].strip() for process in both]
+    found = cache.find(REPO)
+    assert said == [str(found.path)] * 2 and not any(process.returncode for process in both)
+    pulled(found)
     assert len([r for r in server.requests if r[0] == "GET" and r[1].startswith(BLOB)]) == len(ONNX_FILES) + 1
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from hub_server import Fault
+from spoil import REPO, edit, rehash
 
-from conftest import REPO, edit, rehash
 from pretune.errors import HubError, OptionError, WeightsError
 from pretune.hub import cache
 from pretune.hub.client import Hub

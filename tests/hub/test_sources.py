@@ -10,9 +10,9 @@ from pathlib import Path
 import huggingface_hub.constants
 import msgspec
 import pytest
+from spoil import REPO, edit
 from test_coverage import machine
 
-from conftest import REPO, edit
 from pretune import env
 from pretune.errors import HubError, OptionError, WeightsError
 from pretune.hub import cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,27 +93,39 @@ def find(repo: str, revision: str | None = None) -> Cached | None:
     return None
 
 
-def remember(repo: str, revision: str, ref: str, endpoint: str) -> Cached:
-    """Note that the checked files of a revision lie in its folder, and that it was asked for by `ref`."""
+def remember(repo: str, revision: str, refs: Collection[str], endpoint: str) -> Cached:
+    """Note that the files in the folder of a revision are whole, and where they came from just now."""
     folder = revision_folder(repo, revision)
-    before = find(repo, revision)
-    refs = {*(before.record.refs if before else ()), ref} - {revision}
     files = [path for path in folder.rglob("*") if path.is_file()]
     stats = {path.relative_to(folder).as_posix(): path.stat() for path in files}
     record = Record(
         repo=repo,
         revision=revision,
-        refs=tuple(sorted(refs)),
+        refs=tuple(sorted({*refs} - {revision})),
         endpoint=endpoint,
         manifest=sha256_of(folder / "manifest.json"),
         stamps={name: (stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items())},
-        pulled=datetime.now(UTC).isoformat(),
+        pulled=_now(),
     )
-    file = folder.with_name(f"{revision}.json")
+    return _write(Cached(folder, record))
+
+
+def asked_for(item: Cached, ref: str) -> Cached:
+    """Note that a revision which is here was asked for once more, by a branch, a tag, or its commit."""
+    refs = tuple(sorted({*item.record.refs, ref} - {item.record.revision}))
+    return _write(Cached(item.path, msgspec.structs.replace(item.record, refs=refs, pulled=_now())))
+
+
+def _write(item: Cached) -> Cached:
+    file = item.path.with_name(f"{item.path.name}.json")
     draft = file.with_name(f"{file.name}.{os.getpid()}")
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2))
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(item.record), indent=2))
     draft.replace(file)
-    return Cached(folder, record)
+    return item
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def check(item: Cached) -> list[Fault]:

@@ -251,6 +251,7 @@ def _hardware(target: str, description: str | None) -> Hardware:
 def _look(target: str, description: str | None, endpoint: str | None, token: str | None) -> dict[str, Any]:
     """All weights, here and on the hub, and what they are worth on a machine."""
     from pretune.hub import sources
+    from pretune.hub.coverage import ways_on
 
     with to_stderr():
         hardware = _hardware(target, description)
@@ -265,12 +266,15 @@ def _look(target: str, description: str | None, endpoint: str | None, token: str
             notice(f"{error}; only what is on this machine is listed")
         considered = sources.consider(hardware, offers)
     best = considered[0] if considered and considered[0].verdict.coverage != "uncovered" else None
+    advice = "" if best else f"no weights cover {hardware.microarch}; {ways_on(hardware)}"
+    if not best and considered and considered[0].verdict.accepted:
+        advice += f"; until then pretune tune uses {considered[0].offer.name}, which rank worse here"
     return {
         "hardware": {name: getattr(hardware, name) for name in ("model_name", "microarch", "isa_level")},
         "hub": {"endpoint": client.endpoint, "error": error},
         "targets": [_row(item) for item in considered],
         "best": _row(best) if best else None,
-        "advice": "" if best else sources.uncovered(hardware, considered),
+        "advice": advice,
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretune.errors import HubError, PretuneError, WeightsError, one_line
+from pretune.errors import HubError, PretuneError, one_line
 
 T = TypeVar("T")
 
@@ -18,6 +18,7 @@ LONGEST_WAIT = 60.0
 """Seconds that a hub may ask to wait before the next attempt; for longer, the user decides."""
 
 TRANSIENT = (408, 429, 500, 502, 503, 504)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Hub:
@@ -71,11 +72,17 @@ class Hub:
                 time.sleep(wait)
         raise AssertionError("unreachable")
 
+    def reach(self, what: str) -> None:
+        """Fail at once if nobody answers: where the client retries by itself, that takes half a minute."""
+        from huggingface_hub.utils import get_session
+
+        self.ask(what, get_session().head, self.endpoint, timeout=self.timeout)
+
     def commit_of(self, repo: str, revision: str) -> str:
         """Commit, 40 hex digits, that a branch or tag of a repository points to: one request."""
         asked = f"{repo}@{revision}"
         info = self.ask(asked, self.api.model_info, repo, revision=revision, timeout=self.timeout)
-        if not is_commit(info.sha or ""):  # it will be the name of a folder
+        if info.sha is None or not is_commit(info.sha):  # it will be the name of a folder
             raise HubError(f"{asked}: {self.endpoint} names no commit; check that it is a hub: --endpoint")
         return info.sha
 
@@ -122,7 +129,7 @@ def explain(error: BaseException, what: str, endpoint: str) -> str:
     status = _status(error)
     if status is not None:
         return f"{what}: {_explain_status(error, status, endpoint)}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return f"{what}: the disk is full; free some space, or set PRETUNE_CACHE to a folder with more"
     if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"{what}: cannot write {error.filename}; set PRETUNE_CACHE to a folder that can be written"
@@ -182,8 +189,3 @@ def _retry_after(error: BaseException) -> float | None:
 def is_named(error: BaseException | None, *names: str) -> bool:
     """Whether an error is of such a class; by name, since the client does not always use the same httpx."""
     return any(cls.__name__ in names for cls in type(error).__mro__)
-
-
-def explain_weights(error: WeightsError, folder: Path, name: str) -> HubError:
-    """An error about weights in a folder that is about to go, named after what they are."""
-    return HubError(str(error).replace(str(folder), name))

@@ -13,7 +13,7 @@ from filelock import FileLock
 from pretune.errors import HubError, WeightsError
 from pretune.hub import cache
 from pretune.hub.cache import Cached
-from pretune.hub.client import Hub, explain, explain_weights, is_commit
+from pretune.hub.client import DISK_FULL, Hub, explain, is_commit
 from pretune.hub.integrity import Fault, check_folder, faults_of_manifest, read_manifest, sha256_of
 from pretune.model.weights import load_weights
 
@@ -52,10 +52,10 @@ def pull_weights(hub: Hub, repo: str, revision: str = "main", *, manifest: str |
                 elif faults := check_folder(folder):  # a pull that was killed, and then something happened
                     shutil.rmtree(folder)
                     raise HubError(f"{name}: {faults[0]}; it is removed from the cache, pull it again")
-                found = cache.remember(repo, commit, revision, hub.endpoint)
+                found = cache.remember(repo, commit, [revision], hub.endpoint)
     else:
         with contextlib.suppress(OSError):  # a read-only cache holds what was asked for all the same
-            found = cache.remember(repo, commit, revision, hub.endpoint)
+            found = cache.asked_for(found, revision)
     if manifest is not None and found.record.manifest != manifest:
         raise HubError(f"{name}: its manifest is not the one that the lock file pins; see: pretune hub lock")
     return found
@@ -83,10 +83,11 @@ def _download(hub: Hub, repo: str, commit: str, folder: Path) -> None:
         load_weights(staging)
     except WeightsError as error:
         shutil.rmtree(staging)
-        raise explain_weights(error, staging, name) from error
+        # Their folder is gone: they are named by where they came from.
+        raise HubError(str(error).replace(str(staging), name)) from error
     except HubError as error:
         # What came whole stays for the next attempt, unless its space is needed.
-        if "disk is full" in str(error):
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL:
             shutil.rmtree(staging, ignore_errors=True)
         raise
     staging.replace(folder)
@@ -117,7 +118,7 @@ def repair(hub: Hub, item: Cached) -> list[str]:
                     repaired.append(fault.name)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
-        cache.remember(record.repo, record.revision, record.revision, record.endpoint)
+        cache.remember(record.repo, record.revision, record.refs, record.endpoint)
     return repaired
 
 

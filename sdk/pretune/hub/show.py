@@ -37,8 +37,8 @@ def targets(found: dict[str, Any], console: Console) -> None:
 def reasons(found: dict[str, Any], console: Console) -> None:
     """Verdicts with all reasons."""
     machine = found["hardware"]
-    named = f"{machine['model_name']} ({machine['microarch']}, {machine['isa_level']})"
-    console.print(named, soft_wrap=True, markup=False)
+    names = dict.fromkeys((machine["microarch"], machine["isa_level"]))  # a GPU has one name for both
+    console.print(f"{machine['model_name']} ({', '.join(names)})", soft_wrap=True, markup=False)
     table = _table("target", "where", "", "coverage", "why")
     for row in found["targets"]:
         taken = "accepted" if row["accepted"] else "rejected"
@@ -69,7 +69,8 @@ def info(found: dict[str, Any], console: Console) -> None:
 
     row("name", found["name"])
     row("from", f"{found['repo']}@{found['revision']}" if found["revision"] else found["path"])
-    row("versions", ", ".join(found["versions"]) or "-")
+    if found["versions"]:
+        row("versions", ", ".join(found["versions"]))
     covers = config["covers"]
     row("covers", f"{covers['kind']} {covers['arch']} {covers['isa_level']}")
     for m in config["measured_on"]:

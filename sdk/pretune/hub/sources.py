@@ -244,17 +244,18 @@ def _with_pulled(hardware: Hardware, considered: list[Considered]) -> list[Consi
     return consider(hardware, [*(c.offer for c in considered), _cached_offer(item)])
 
 
-def published(hub: Hub, org: str | None = None) -> list[Offer]:
-    """What an organisation publishes: one request, and five for each of its targets.
+def published(hub: Hub) -> list[Offer]:
+    """What `env.hub_org` publishes: two requests, and five for each of its targets.
 
     Raises
     ------
     HubError
         If the hub fails.
     """
-    org = org or env.hub_org()
-    api = hub.api
-    models = hub.ask(f"the weights of {org}", lambda: list(api.list_models(author=org, filter="pretune")))
+    org, api = env.hub_org(), hub.api
+    what = f"the weights of {org}"
+    hub.reach(what)
+    models = hub.ask(what, lambda: list(api.list_models(author=org, filter="pretune")))
     offers = []
     for model in models:
         commit = hub.commit_of(model.id, "main")

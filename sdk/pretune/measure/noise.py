@@ -8,9 +8,9 @@ from collections.abc import Sequence
 BUSY_SPREAD = 0.10
 """A task whose median spread is larger was timed on a busy machine. Of the 313 tasks of
 ``hub_cards/datasets/cpu-x86-64-v4``, timed while nothing else ran, half are below 0.018 and three above 0.10
-(six, by their first eight trials); a run beside other work had 0.45 to 4.6."""
+(ten, by their first six trials); those of runs beside other work were 0.45 to 4.6."""
 
-LEAST_TRIALS = 8
+LEAST_TRIALS = 6
 """Fewer say nothing about a task: one hiccup of the machine would decide."""
 
 LEAST_SHARE = 0.05
@@ -40,8 +40,7 @@ def busy_notice(spreads: Sequence[Sequence[float]]) -> str:
     if len(noisy) <= LEAST_SHARE * len(medians):
         return ""
     return (
-        f"the machine was busy while {len(noisy)} of {len(medians)} tasks were timed: repeats of a schedule "
-        f"differ by {statistics.median(noisy):.0%}, on a quiet machine by 2%, so latencies are too high and "
-        "which of two close schedules was chosen is chance; stop what else runs and tune anew, with another "
-        "--out"
+        f"the machine was busy while {len(noisy)} of the tasks were timed: repeats of a schedule differ by "
+        f"{statistics.median(noisy):.0%}, on a quiet machine by 2%, so latencies are too high and which of "
+        "two close schedules was chosen is chance; stop what else runs and tune anew, with another --out"
     )

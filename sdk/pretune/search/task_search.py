@@ -80,8 +80,6 @@ class TaskSearch:
 
     def __init__(self, space: TaskSpace, scorer: TaskScorer, *, seed: int = 0) -> None:
         self.space, self.scorer = space, scorer
-        kind: Any = space.target.kind
-        self._is_llvm = kind.name == "llvm"
         self.rng = np.random.default_rng(seed)
         self.posterior: Posterior | None = None
         self.scored = 0
@@ -150,7 +148,8 @@ class TaskSearch:
                 out.append(Proposal(candidate, row, score, features))
 
     def _builds_for_minutes(self, candidate: Candidate) -> bool:
-        return self._is_llvm and code_size(candidate.mod["main"]) > MOST_CODE
+        kind: Any = self.space.target.kind  # TVM annotates it as a string
+        return kind.name == "llvm" and code_size(candidate.mod["main"]) > MOST_CODE
 
     def update(self, proposals: list[Proposal], latencies: list[float]) -> None:
         """Learn from trials: seconds per candidate, infinite for one that failed."""
