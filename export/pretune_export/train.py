@@ -40,6 +40,9 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Dataset folders: their training tasks are trained on, their validation tasks choose the epoch.
     test_datasets : list of str
         Dataset folders that only `evaluate` reads.
+    isa_level : str
+        The instruction set level that the weights are for; by default the lowest of the datasets. What was
+        measured at other levels is trained on too, but chooses no epoch.
     epochs, tasks_per_batch, candidates_per_task : int
     learning_rate, weight_decay : float
     states_per_candidate : int
@@ -58,6 +61,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     datasets: list[str]
     test_datasets: list[str] = msgspec.field(default_factory=list)
+    isa_level: str = ""
     epochs: int = 40
     tasks_per_batch: int = 8
     candidates_per_task: int = 48
@@ -91,10 +95,11 @@ ABLATIONS = {
 
 @dataclass
 class Machine:
-    """A machine that measured: its hardware vector and cores."""
+    """A machine that measured: its hardware vector, cores and instruction set level."""
 
     vector: np.ndarray
     cores: int
+    isa_level: str
 
 
 @dataclass
@@ -175,18 +180,38 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
         If a task of a test dataset is one of the others' too.
     """
     key = data_key(config, config.datasets) + data_key(config, config.test_datasets)
+    data = None
     if cache is not None and cache.exists():
         with cache.open("rb") as file:
             if pickle.load(file) == key:  # our own cache, written below; never published
-                return pickle.load(file)
-        print(f"{cache} is of other data: encoding anew", file=sys.stderr, flush=True)
+                data = pickle.load(file)
+            else:
+                print(f"{cache} is of other data: encoding anew", file=sys.stderr, flush=True)
+    if data is None:
+        data = _encode(config, processes)
+        if cache is not None:
+            partial = cache.with_name(cache.name + ".partial")
+            with partial.open("wb") as file:
+                pickle.dump(key, file)
+                pickle.dump(data, file)
+            partial.replace(cache)
+    if config.isa_level:
+        data.validation = [
+            t for t in data.validation if data.machines[t.groups[0].machine].isa_level == config.isa_level
+        ]
+    return data
+
+
+def _encode(config: TrainConfig, processes: int) -> Data:
     data = Data()
     jobs = []
     for task, spaces, by_machine, machines in _choose_tasks(config):
         for name in by_machine:
             machine = machines[name]
             data.machines[name] = Machine(
-                np.array(json.loads(machine["vector"]), np.float32), int(machine["cores"])
+                np.array(json.loads(machine["vector"]), np.float32),
+                int(machine["cores"]),
+                machine["isa_level"],
             )
         jobs.append((task, spaces, by_machine, machines, config))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -199,12 +224,6 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
                 print(f"encoded {n}/{len(jobs)} tasks", flush=True)
     for split in (data.train, data.validation, data.test):
         split.sort(key=lambda t: (t.task, t.groups[0].machine))
-    if cache is not None:
-        partial = cache.with_name(cache.name + ".partial")
-        with partial.open("wb") as file:
-            pickle.dump(key, file)
-            pickle.dump(data, file)
-        partial.replace(cache)
     return data
 
 
@@ -674,7 +693,7 @@ def describe_data(config: TrainConfig) -> DataDescription:
         )
     ((kind, arch),) = kinds
     known = ("", *ISA_LEVELS.get(arch, ()))
-    level = min(levels, key=lambda one: known.index(one) if one in known else 0)
+    level = config.isa_level or min(levels, key=lambda one: known.index(one) if one in known else 0)
     return DataDescription(
         measured_on,
         {"kind": kind, "arch": arch, "isa_level": level},
