@@ -139,7 +139,7 @@ def test_tlp_sees_primitives_only(data):
 
     group = data.validation[0].groups[0]
     chosen = np.arange(len(group.latency))
-    said = ("extent", *DECISION, *ANNOTATION)
+    said = ("extent", "from_outer", "from_inner", *DECISION, *ANNOTATION)
     hidden = np.array([name not in said for name in ACTION])
     other = dataclasses.replace(group, actions=[np.where(hidden, 7.0, a) for a in group.actions])
     for a, b in zip(primitive_inputs(group, chosen), primitive_inputs(other, chosen), strict=True):
@@ -273,6 +273,10 @@ def test_an_evaluation_has_all_parts(root, evaluation):
 
     assert evaluation["main"] == "validation" and evaluation["mean"] == evaluation["validation"]["mean"]
     assert set(evaluation["baselines"]) == {"xgboost-regression"}
+    found = evaluation["baselines"]["xgboost-regression"]
+    gain = evaluation["mean"]["top1"] - found["validation"]["top1"]
+    assert found["gain"]["mean"] == pytest.approx(gain)
+    assert found["gain"]["low"] <= gain <= found["gain"]["high"]
     scaling = [(r["varied"], r["tasks"], r["schedules"]) for r in evaluation["scaling"]]
     assert scaling[:2] == [("tasks", 4, 96), ("schedules", 16, 128)]
     assert scaling[2:] == [("tasks", 16, 384), ("schedules", 16, 384)]

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import tvm
+from click.testing import CliRunner
 from tvm import s_tir, te
 
-from pretune.cli import DEMO
+from pretune.cli import DEMO, main
 from pretune.errors import MeasureError
 from pretune.hardware import detect, hardware_for_target
 from pretune.intake import load_program
@@ -21,7 +22,7 @@ from pretune.measure import MeasurePool
 from pretune.measure.noise import LEAST_TRIALS, busy_notice
 from pretune.measure.result import Measured
 from pretune.model import WorldModel, load_weights
-from pretune.progress import show_progress
+from pretune.progress import seconds_text, show_progress
 from pretune.records import Record, RunFolder, best_records, latest_finals, make_record, target_key
 from pretune.space import trace_to_json
 from pretune.tuning import FINALISTS, Progress, Run, TaskResult, build_deadline, limits, tune
@@ -186,6 +187,11 @@ def test_a_whole_model_is_timed_and_not_built_again(weights, tmp_path):
     assert (again.library, again.library_key, again.model) == (first.library, first.library_key, first.model)
     assert first.library.stat().st_mtime_ns == built
     assert {progress.resumed for progress in seen} == {len(first.tasks)}
+
+    args = ["tune", "--demo", "--op", "*matmul*", "--trials", "2", "--weights", str(weights)]
+    shown = CliRunner().invoke(main, [*args, "--out", str(tmp_path)])
+    assert shown.exit_code == 0 and shown.stderr.startswith(f"resumed: {len(first.tasks)} of")
+    assert f"whole model: {seconds_text(first.model.untuned)} -> " in shown.stdout
 
     # A run that was stopped leaves no result: its records tell which tasks were done.
     (tmp_path / "result.json").unlink()

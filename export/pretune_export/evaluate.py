@@ -20,7 +20,7 @@ from pretune.errors import OptionError
 from pretune_export.dataset import TaskData
 from pretune_export.evidence.fidelity import FIGURES, MANY, TASKS, fidelity, with_many_schedules
 from pretune_export.evidence.plots import draw
-from pretune_export.evidence.ranking import judge
+from pretune_export.evidence.ranking import judge, rankable
 from pretune_export.evidence.scaling import count
 from pretune_export.evidence.search import summarise
 from pretune_export.nets import WorldModelNet
@@ -81,8 +81,8 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
     dict
         ``test`` and ``validation`` as `judge` gives them, with ``rollout_error``, each only if the datasets
         have it; ``main``, which of the two the figures to quote come from (the test split where there is
-        one); ``mean`` of that; ``fidelity`` if tasks of `main` have many schedules; ``baselines``,
-        ``ablations``, ``scaling`` and ``search`` as far as they were made.
+        one); ``mean`` of that; ``fidelity`` if tasks of `main` have many schedules; ``baselines``, with the
+        ``gain`` over each in top-1; ``ablations``, ``scaling`` and ``search`` as far as they were made.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
 
     splits: dict[str, Any] = {}
     for split, tasks in (("test", data.test), ("validation", data.validation)):
-        if any(sum(len(g.latency) for g in task.groups) >= ENOUGH for task in tasks):
+        if rankable(tasks):
             error = rollout_error(net, tasks, data.machines)
             splits[split] = {**judge(score, tasks), "rollout_error": error}
     if not splits:
@@ -113,6 +113,7 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
             )
         result["baselines"] = {
             name: {split: found[split]["mean"] for split in splits}
+            | {"gain": _gain(splits[main]["rows"], found[main]["rows"])}
             for name, found in baselines["baselines"].items()
         }
     if many := with_many_schedules(getattr(data, main), TASKS, MANY):
@@ -143,6 +144,16 @@ def _part(run: Path, name: str) -> Any:
         return json.loads(path.read_text())
     print(f"{path}: not there, so left out", file=sys.stderr)
     return None
+
+
+def _gain(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean difference in top-1 over tasks, and its 95 % interval by a bootstrap over tasks."""
+    from scipy.stats import bootstrap
+
+    difference = [a["top1"] - b["top1"] for a, b in zip(ours, theirs, strict=True)]
+    found = bootstrap((difference,), np.mean, method="percentile", rng=np.random.default_rng(0))
+    low, high = found.confidence_interval
+    return {"mean": float(np.mean(difference)), "low": float(low), "high": float(high)}
 
 
 def _mean_of(rows: list[dict[str, Any]], keys: set[tuple[str, str]]) -> dict[str, float]:

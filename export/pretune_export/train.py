@@ -25,7 +25,7 @@ from pretune.bench.stats import spearman
 from pretune.errors import OptionError
 from pretune.features import State
 from pretune.features.schema import SCHEMA_VERSION, STATE_BLOCK
-from pretune.hub.coverage import ISA_LEVELS
+from pretune.model.weights import ISA_LEVELS
 from pretune_export.dataset import Group, TaskData, group_candidates, read_parquet
 from pretune_export.nets import Sizes, WorldModelNet
 from pretune_export.trajectories import FINAL, Replayer, choose_steps

@@ -28,8 +28,13 @@ def slowdowns(task: TaskData) -> np.ndarray:
     return np.minimum(latency / latency.min(), np.exp(FAILED))
 
 
+def rankable(tasks: Sequence[TaskData]) -> list[TaskData]:
+    """The tasks with `ENOUGH` candidates."""
+    return [task for task in tasks if sum(len(group.latency) for group in task.groups) >= ENOUGH]
+
+
 def judge(score: Scorer, tasks: Sequence[TaskData]) -> dict[str, Any]:
-    """Rank the candidates of each task that has `ENOUGH` of them.
+    """Rank the candidates of each of the tasks that are `rankable`; there must be one.
 
     Returns
     -------
@@ -37,7 +42,7 @@ def judge(score: Scorer, tasks: Sequence[TaskData]) -> dict[str, Any]:
         ``tasks`` and ``schedules``, how many there were; ``mean``, `figures` of all rows; ``machines`` and
         ``networks``, the same of each; ``rows``, one per task and machine.
     """
-    rows = [_row(score, task) for task in tasks if sum(len(g.latency) for g in task.groups) >= ENOUGH]
+    rows = [_row(score, task) for task in rankable(tasks)]
     machines = sorted({row["machine"] for row in rows})
     networks = sorted({network for row in rows for network in row["networks"]})
     return {

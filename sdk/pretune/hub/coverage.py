@@ -8,16 +8,10 @@ from typing import Literal
 
 from pretune.hardware import Hardware
 from pretune.hardware.hardware import flags_of_level
-from pretune.model.weights import Config, Covers, MeasuredOn, Software, misfits
+from pretune.model.weights import ISA_LEVELS, Config, Covers, MeasuredOn, Software, misfits
 
 Coverage = Literal["measured", "compatible", "uncovered"]
 COVERAGES: tuple[Coverage, ...] = ("measured", "compatible", "uncovered")
-
-ISA_LEVELS = {
-    "x86_64": ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4"),
-    "aarch64": ("aarch64", "aarch64-sve", "aarch64-sve2"),
-}
-"""Instruction set levels by architecture, each of which includes those before it; see `isa_level_of`."""
 
 OTHER_CACHE = 2.0
 """A cache this many times larger or smaller than where the weights were measured is worth a word."""

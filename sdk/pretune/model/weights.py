@@ -30,6 +30,12 @@ MAX_OPSET, MAX_IR = 18, 10
 installs with, loads both."""
 
 ONNX_FILES = ("onnx/encoder.onnx", "onnx/action.onnx", "onnx/transition.onnx", "onnx/ranker.onnx")
+ISA_LEVELS = {
+    "x86_64": ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4"),
+    "aarch64": ("aarch64", "aarch64-sve", "aarch64-sve2"),
+}
+"""Instruction set levels by architecture, each of which includes those before it; see
+`pretune.hardware.hardware.isa_level_of`."""
 
 
 class Covers(msgspec.Struct, frozen=True):

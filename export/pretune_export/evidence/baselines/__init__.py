@@ -33,7 +33,7 @@ from pretune_export.dataset import read_machines
 from pretune_export.evidence.baselines.config import BaselineConfig
 from pretune_export.evidence.baselines.networks import train_tenset, train_tlp
 from pretune_export.evidence.baselines.trees import grow
-from pretune_export.evidence.ranking import Scorer, judge
+from pretune_export.evidence.ranking import Scorer, judge, rankable
 from pretune_export.evidence.stores import Stores, load_stores
 from pretune_export.train import Data, TrainConfig, data_key, load_data
 
@@ -98,7 +98,7 @@ def compare(
         found["baselines"][name] = {
             "chosen": chosen,
             "seconds": round(time.perf_counter() - began, 1),
-            **{split: judge(score, tasks) for split, tasks in splits.items() if tasks},
+            **{split: judge(score, tasks) for split, tasks in splits.items() if rankable(tasks)},
         }
         path.write_text(json.dumps(found) + "\n")
     return found

@@ -103,16 +103,29 @@ class TensetMLP(nn.Module):
         return self.out(x).squeeze(-1)
 
 
-PRIMITIVE = tuple(ACTION.index(name) for name in ("extent", *DECISION, *ANNOTATION))
-"""What of an action its primitive says: the loop's extent, the decision, the annotation."""
+PRIMITIVE = tuple(
+    ACTION.index(name) for name in ("extent", "from_outer", "from_inner", *DECISION, *ANNOTATION)
+)
+"""What of an action its primitive says: which loop of what extent, the decision, the annotation."""
 
 
 class TLP(nn.Module):
-    """Attention over primitives, a score for each, their sum."""
+    """Attention over primitives, a score for each, their sum.
 
-    def __init__(self, config: BaselineConfig) -> None:
+    Parameters
+    ----------
+    mean, std : Tensor
+        Of the numbers that come with a primitive, ``[len(PRIMITIVE)]``.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: BaselineConfig, mean: Tensor, std: Tensor) -> None:
         super().__init__()
         h = config.tlp_hidden
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
         self.kind = nn.Embedding(len(ACTION_TYPES), h)
         self.primitive = nn.Sequential(nn.Linear(len(PRIMITIVE) + VECTOR_SIZE, h), nn.ReLU(), nn.Linear(h, h))
         self.place = nn.Embedding(256, h)
@@ -125,7 +138,8 @@ class TLP(nn.Module):
         """``rows [n, r, 1 + len(PRIMITIVE)]``, the kind first; otherwise as `TensetMLP`."""
         r = rows.shape[1]
         place = torch.arange(r).clamp_max(self.place.num_embeddings - 1)
-        given = torch.cat([rows[..., 1:], hardware[:, None].expand(-1, r, -1)], -1)
+        numbers = (rows[..., 1:] - self.mean) / self.std
+        given = torch.cat([numbers, hardware[:, None].expand(-1, r, -1)], -1)
         x = self.primitive(given) + self.kind(rows[..., 0].long()) + self.place(place)
         x = self.attention(x, src_key_padding_mask=~mask)
         return (self.out(x).squeeze(-1) * mask).sum(1)
@@ -190,12 +204,18 @@ def _train(
 
 
 def train_tenset(data: Data, stores: Stores, config: BaselineConfig) -> tuple[Scorer, dict[str, Any]]:
-    keys = {key for task in data.train for group in task.groups for key in candidate_keys(group)}
-    rows = torch.from_numpy(np.concatenate([stores[key] for key in sorted(keys)]))
-    std = rows.std(0)
-    net = TensetMLP(config, rows.mean(0), torch.where(std > 1e-6, std, torch.ones_like(std)))
-    return _train(net, _store_inputs(stores), data, config)
+    inputs = _store_inputs(stores)
+    return _train(TensetMLP(config, *_scale(data, inputs)), inputs, data, config)
 
 
 def train_tlp(data: Data, _stores: Stores, config: BaselineConfig) -> tuple[Scorer, dict[str, Any]]:
-    return _train(TLP(config), primitive_inputs, data, config)
+    mean, std = _scale(data, primitive_inputs)
+    return _train(TLP(config, mean[1:], std[1:]), primitive_inputs, data, config)
+
+
+def _scale(data: Data, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each feature over the rows of the training tasks."""
+    groups = (group for task in data.train for group in task.groups)
+    rows = np.concatenate([row for group in groups for row in inputs(group, np.arange(len(group.latency)))])
+    std = rows.std(0)
+    return torch.from_numpy(rows.mean(0)), torch.from_numpy(np.where(std > 1e-6, std, 1).astype(np.float32))
