@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 REPEATS = 3
-REPEAT_S = 0.010
+REPEAT_S = 0.005
 """How long one repeat of a fast candidate lasts, in seconds."""
 SPEND_S = 0.25
 """Repeats of a slow candidate stop once its runs took this long in all, in seconds."""
