@@ -457,6 +457,8 @@ def summarise(
     out[:, _N["last_reduce"]] = inner_reduce
     out[:, _N["vector_fill_16"]] = vector / (np.ceil(vector / 16.0) * 16.0)
     out[:, _N["vector_fill_8"]] = vector / (np.ceil(vector / 8.0) * 8.0)
+    # LLVM makes good code of 16, 32 and 64 lanes; of 24, 40 or 48 it makes code several times slower.
+    out[:, _N["vector_power_of_2"]] = np.log2(vector) % 1.0 == 0.0
     out[:, _N["vectors"]] = log2(accumulators / vector)
     out[:, _N["register_traffic"]] = np.log2(register_bytes / accumulators) * 0.125
     return out
