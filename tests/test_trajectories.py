@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 import tvm
 
+from pretune.errors import OptionError
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.program import read_program
 from pretune.space import TaskSpace
+from pretune_export.nets import Sizes, WorldModelNet
 from pretune_export.networks import CorpusTask
-from pretune_export.trajectories import FINAL, GenerateOptions, Replayer, Trajectories, generate
+from pretune_export.pretrain import PretrainConfig, build, evaluate, load_pretrained, pretrain
+from pretune_export.trajectories import (
+    FINAL,
+    GenerateOptions,
+    Programs,
+    Replayer,
+    Trajectories,
+    generate,
+    load_groups,
+    make_batch,
+    pad,
+)
 from pretune_export.trajectories.files import widths_of
 from programs import TARGET, conv2d_relu, matmul, softmax
 
@@ -115,3 +129,82 @@ def test_generating_resumes_and_a_task_that_fails_costs_one_task(tmp_path, capfd
     assert generate(tasks, TARGET, "cpu", 2, tmp_path, options, say=lines.append) == 6
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("*.parquet")} == before
     assert generate(tasks[:1], TARGET, "cpu", 2, tmp_path / "late", options, deadline=0.0, say=str) == 0
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """A few trajectories of four tasks, one of them for validation."""
+    folder = tmp_path_factory.mktemp("shards")
+    tasks = [
+        corpus_task(matmul(64, 64, 64), "train", "a"),
+        corpus_task(matmul(32, 128, 48), "train", "b"),
+        corpus_task(conv2d_relu(), "train", "c"),
+        corpus_task(matmul(48, 48, 96), "validation", "d"),
+    ]
+    options = GenerateOptions(per_task=12, states=2, stores=0.5)
+    assert generate(tasks, TARGET, "cpu", 2, folder, options, processes=2, say=str) == 48
+    return folder
+
+
+def test_padded_programs_are_the_states(shards):
+    """What the encoder is given equals the padding of `pretune.features.State` itself, to half precision."""
+    found = Trajectories.read(sorted(shards.glob("*.parquet"))[0])
+    rng = np.random.default_rng(0)
+    rows = rng.permutation(len(found.step))
+    blocks, loops, mask = pad(found.programs.take(rows))
+    again = Programs.join([found.programs.take(rows[:3]), found.programs.take(rows[3:])])
+    assert all(torch.equal(a, b) for a, b in zip(pad(again), (blocks, loops, mask), strict=True))
+    design = Replayer(tvm.ir.load_json(found.task["mod"]), TARGET, 2)
+    for i in range(4):
+        n = found.states_of[rows[i]]
+        if found.step[rows[i]] != FINAL:
+            continue
+        insts = found.spaces[found.space[n]]
+        cuts = np.cumsum(widths_of(insts))[:-1]
+        decisions = [d.tolist() for d in np.split(found.decisions[n], cuts)]
+        state = design.states(insts, decisions, [], [FINAL])[FINAL]
+        count = len(state.blocks)
+        assert int(mask[i].sum()) == count
+        np.testing.assert_array_equal(blocks[i, :count], state.blocks.astype(np.float16))
+        depth = loops.shape[2]
+        assert not state.loops[:, depth:].any()
+        np.testing.assert_array_equal(loops[i, :count], state.loops[:, :depth].astype(np.float16))
+
+
+def test_a_batch_leads_each_trajectory_to_its_states(shards):
+    groups = [g for file in sorted(shards.glob("*.parquet"))[:3] for g in load_groups(file)]
+    batch = make_batch(groups, 4, np.random.default_rng(0))
+    assert len(batch.group) == sum(min(len(g), 4) for g in groups)
+    assert batch.final.sum() == len(batch.group)
+    last = batch.mask.sum(1)[batch.state_at[batch.final, 0]] - 1
+    assert torch.equal(batch.state_at[batch.final, 1], last)
+    g = groups[1]
+    rows = torch.nonzero(batch.group == 1).squeeze(1)
+    assert torch.equal(batch.types[rows[0], : len(g.types)], torch.from_numpy(g.types))
+    assert not batch.mask[rows, len(g.types) :].any()
+
+
+def test_pretraining_learns_resumes_and_hands_over(shards, tmp_path):
+    config = PretrainConfig(
+        epochs=20, groups_per_batch=4, per_group=8, learning_rate=5e-3, threads=1, save_every=5
+    )
+    whole = pretrain(config, shards, tmp_path / "whole", processes=1)["cpu"]
+    assert whole["tasks"] == 1 and np.isfinite(list(whole["rollout"].values())).all()
+
+    pretrain(config, shards, tmp_path / "parts", processes=1, deadline=0.0)  # one batch
+    assert pretrain(config, shards, tmp_path / "parts", processes=1)["cpu"] == whole
+
+    groups = [g for file in sorted(shards.glob("*.parquet")) for g in load_groups(file)]
+    train, held_out = ([g for g in groups if g.split == split] for split in ("train", "validation"))
+    torch.manual_seed(1)
+    net = WorldModelNet()
+    model = build(net, train, np.random.default_rng(0))
+    before = evaluate(model, train, config)["cpu"]
+    path = tmp_path / "whole" / "pretrained.pt"
+    load_pretrained(path, net)
+    assert evaluate(model, held_out, config)["cpu"]["rollout"] == whole["rollout"]
+    model.nest.load_state_dict(torch.load(path, weights_only=True)["nest"])
+    after = evaluate(model, train, config)["cpu"]
+    assert after["nest"] > before["nest"] + 0.2 and after["nest_real"] > before["nest_real"] + 0.2
+    with pytest.raises(OptionError, match="sizes"):
+        load_pretrained(path, WorldModelNet(Sizes(latent=32)))

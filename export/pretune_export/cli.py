@@ -5,6 +5,7 @@
     pretune-export collect  tasks -> measured schedules, resumable
     pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
     pretune-export trajectories  tasks -> real states along random schedules, unmeasured
+    pretune-export pretrain      trajectories -> encoder and transition
     pretune-export make     dataset -> trained, evaluated, exported weights with their card
 
 ``train``, ``evaluate``, ``onnx`` and ``card`` are the steps of ``make`` one by one. ``baselines`` and
@@ -247,13 +248,29 @@ def trajectories(
     click.echo(generate(tasks, made, hardware.kind, cores, out, options, processes, deadline))
 
 
-def _config(path: Path) -> Any:
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("shards", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("run", type=FOLDER)
+@click.option("--processes", type=click.IntRange(1), default=2, show_default=True, help="For loading.")
+@click.option("--minutes", type=float, help="Stop with a checkpoint when this time is up.")
+def pretrain(config: Path, shards: Path, run: Path, processes: int, minutes: float | None) -> None:
+    """Pretrain encoder and transition on the trajectories in SHARDS as CONFIG says; resumes in RUN."""
+    from pretune_export.pretrain import PretrainConfig
+    from pretune_export.pretrain import pretrain as train
+
+    deadline = time.time() + 60 * minutes if minutes else float("inf")
+    settings = _config(config, PretrainConfig)
+    click.echo(json.dumps(train(settings, shards, run, processes=processes, deadline=deadline)))
+
+
+def _config(path: Path, type_: Any = None) -> Any:
     import msgspec
 
     from pretune_export.train import TrainConfig
 
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=TrainConfig)
+        return msgspec.toml.decode(path.read_bytes(), type=type_ or TrainConfig)
     except msgspec.MsgspecError as error:
         raise OptionError(f"{path}: {error}; see export/pretune_export/configs for examples") from None
 

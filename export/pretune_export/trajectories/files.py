@@ -53,6 +53,27 @@ class Programs:
             np.array([len(s.blocks) for s in states], np.int16), np.concatenate(loop_count).astype(np.int8),
         )  # fmt: skip
 
+    def take(self, rows: np.ndarray) -> Programs:
+        """Some of the programs, in the order of `rows`."""
+        blocks = _ranges(self.block_count, rows)
+        loops = _ranges(self.loop_count, blocks)
+        return Programs(
+            self.blocks[blocks], self.loops[loops], self.block_count[rows], self.loop_count[blocks]
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Programs]) -> Programs:
+        """All programs of `parts`."""
+        names = ("blocks", "loops", "block_count", "loop_count")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def _ranges(count: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Places of the elements of lists `rows`, where all lists, of `count` elements each, lie end to end."""
+    start = np.cumsum(count, dtype=np.int64) - count
+    mine = count[rows].astype(np.int64)
+    return np.repeat(start[rows] - np.cumsum(mine) + mine, mine) + np.arange(mine.sum())
+
 
 @dataclass
 class Trajectories:

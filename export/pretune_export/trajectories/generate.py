@@ -74,7 +74,8 @@ def random_decisions(insts: Sequence[Any], rng: np.random.Generator) -> Decide:
         if kinds[position] == "SampleCategorical":
             return int(rng.integers(len(attrs[position][0])))
         if kinds[position] == "SamplePerfectTile":
-            extent = getattr(sch.get(inputs[0]).extent, "value", 0)
+            loop: Any = sch.get(inputs[0])
+            extent = getattr(loop.extent, "value", 0)
             parts, innermost = (int(a) for a in attrs[position])
             options = factorisations(extent, parts, innermost) if extent else ()
             if len(options):
@@ -101,7 +102,7 @@ def sample_task(
     """
     from tvm.s_tir import meta_schedule as ms
 
-    mod = tvm.ir.load_json(task.mod)
+    mod: Any = tvm.ir.load_json(task.mod)
     rng = np.random.default_rng([options.seed, int(task.id[:8], 16), int(_key(target), 16)])
     replayer = Replayer(mod, target, cores)
     blocks = read_program(mod["main"])
