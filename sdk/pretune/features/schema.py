@@ -22,7 +22,8 @@ NEST = (
     *(f"inner_{what}_{a}" for a in range(ACCESSES) for what in ("stride", "broadcast", "contiguous")),
     "accumulators", "inner_reduction", "parallel", "imbalance", "grain", "loops",
     "inlined", "at_root", "inner_0", "inner_1", "inner_2", "accumulator_bytes", "redundancy", "last_reduce",
-    "unrolled", "in_registers", "vector_fill_16", "vector_fill_8", "vector_power_of_2", "vectors", "register_traffic",
+    "unrolled", "in_registers", "register_traffic",
+    "vector_fill_16", "vector_fill_8", "vector_power_of_2", "vectors",
     *(f"vector_{what}_{a}" for a in range(ACCESSES) for what in ("run", "whole")),
 )  # fmt: skip
 
