@@ -294,10 +294,9 @@ def train(config: Path, out: Path, minutes: float | None) -> None:
 @click.option("--epochs", type=int, default=12, show_default=True, help="Of each training run.")
 def ablate(config: Path, run: Path, epochs: int) -> None:
     """Train with each part of the model left out, for RUN/ablations.json."""
-    from pretune_export.ablations import ablate as judge
+    from pretune_export.evidence.ablations import ablate as judge
 
-    cache = run / "encoded.pickle"
-    click.echo(json.dumps(judge(_config(config), run / "ablations", epochs=epochs, cache=cache)))
+    click.echo(json.dumps(judge(_config(config), run, epochs=epochs)))
 
 
 @main.command()

@@ -83,12 +83,12 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 ABLATIONS = {
-    "transition": "the ranker sees the initial state",
-    "actions": "the ranker sees no summary of the actions",
-    "state": "the ranker sees no latent",
-    "hardware": "the ranker sees no hardware vector",
-    "ranking": "regression of log latencies instead of ranking",
-    "rollouts": "the transition learns from single steps",
+    "transition": "no transition: the ranker sees the initial state",
+    "actions": "no action features in the ranker",
+    "state": "no program state in the ranker",
+    "hardware": "no hardware vector",
+    "ranking": "regression instead of ranking",
+    "rollouts": "single steps instead of rollouts",
 }
 """Parts that `TrainConfig.without` can leave out."""
 
