@@ -151,12 +151,15 @@ class WorldModelNet(nn.Module):
         self.transition = Transition(self.sizes)
         self.ranker = Ranker(self.sizes)
 
-    def fit_inputs(self, actions: Tensor, summary: Tensor, blocks: Tensor, loops: Tensor) -> None:
+    def fit_inputs(
+        self, actions: Tensor, blocks: Tensor, loops: Tensor, summary: Tensor | None = None
+    ) -> None:
         """Take the spread of all features from training examples, ``[n, features]`` each."""
         self.action.input.fit(actions)
-        self.ranker.input.fit(summary)
         self.encoder.block_input.fit(blocks)
         self.encoder.loop_input.fit(loops)
+        if summary is not None:
+            self.ranker.input.fit(summary)
 
     def rollout(
         self, z0: Tensor, types: Tensor, actions: Tensor, mask: Tensor, *, truncate: bool = False

@@ -28,6 +28,7 @@ from pretune.features.schema import SCHEMA_VERSION, STATE_BLOCK
 from pretune.model.weights import ISA_LEVELS
 from pretune_export.dataset import Group, TaskData, group_candidates, read_parquet
 from pretune_export.nets import Sizes, WorldModelNet
+from pretune_export.pretrain import load_pretrained
 from pretune_export.trajectories import FINAL, Replayer, choose_steps
 
 
@@ -53,6 +54,8 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Weights of the losses beside the ranking of predicted latents.
     regression : float
         Weight of the scale of the scores within the ranking loss; infinite for regression alone.
+    pretrained : str
+        ``pretrained.pt`` of ``pretune-export pretrain``: encoder and transition to start from; empty for none.
     average : float
         Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
     without : str
@@ -74,6 +77,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     decode: float = 0.5
     true_rank: float = 0.5
     regression: float = 0.3
+    pretrained: str = ""
     average: float = 0.995
     without: str = ""
     seed: int = 0
@@ -132,6 +136,8 @@ def data_key(config: TrainConfig, datasets: Sequence[str]) -> str:
 def run_key(config: TrainConfig) -> str:
     """Hash of all that the weights of a training run depend on: its data and the other settings."""
     settings = {name: v for name, v in msgspec.to_builtins(config).items() if name not in NO_MATTER}
+    if config.pretrained:
+        settings["pretrained"] = hashlib.sha256(Path(config.pretrained).read_bytes()).hexdigest()
     text = json.dumps([data_key(config, config.datasets), settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -506,15 +512,15 @@ def validate(
 
 
 def fit_inputs(net: WorldModelNet, data: Data) -> None:
-    """Standardise the networks' inputs by the training tasks: initial and real states, actions, summaries."""
+    """Standardise the networks' inputs by the training tasks: actions, initial and real states, summaries."""
     groups = [g for task in data.train for g in task.groups]
     states = [task.initial for task in data.train] + [s for g in groups for s in g.states.values()]
     loops = np.concatenate([s.loops.reshape(-1, s.loops.shape[2]) for s in states])
     arrays = (
         np.concatenate([a[:2] for g in groups for a in g.actions]),
-        np.concatenate([g.summary for g in groups]),
         np.concatenate([s.blocks for s in states]),
         loops[(loops != 0).any(1)],
+        np.concatenate([g.summary for g in groups]),
     )
     net.fit_inputs(*(torch.from_numpy(a) for a in arrays))
 
@@ -536,6 +542,8 @@ def train(
     sizes = Sizes(**config.sizes)
     net, decoder = WorldModelNet(sizes), Decoder(sizes)
     fit_inputs(net, data)
+    if config.pretrained:
+        load_pretrained(Path(config.pretrained), net)
     optimizer = torch.optim.AdamW(
         [*net.parameters(), *decoder.parameters()], lr=config.learning_rate, weight_decay=config.weight_decay
     )
