@@ -55,7 +55,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     regression : float
         Weight of the scale of the scores within the ranking loss; infinite for regression alone.
     pretrained : str
-        ``pretrained.pt`` of ``pretune-export pretrain``: encoder and transition to start from; empty for none.
+        ``pretrained.pt`` of ``pretune-export pretrain``: encoder and transition to start from, if any.
     average : float
         Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
     without : str
