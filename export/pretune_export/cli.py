@@ -219,7 +219,6 @@ def convert(folder: Path, out: Path, exclude: Path | None) -> None:
 @click.option(
     "--target", default="native", show_default=True, help="Such as nvidia/nvidia-a100; no GPU needed."
 )
-@click.option("--cores", type=click.IntRange(1), help="Cores of a target that does not say, such as a GPU's.")
 @click.option("--per-task", type=click.IntRange(1), default=80, show_default=True)
 @click.option("--states", type=click.IntRange(0), default=1, show_default=True, help="Intermediate states.")
 @click.option(
@@ -233,8 +232,8 @@ def convert(folder: Path, out: Path, exclude: Path | None) -> None:
 @click.option("--minutes", type=float, help="Stop starting new tasks after this long.")
 @click.option("--seed", type=int, default=0, show_default=True)
 def trajectories(
-    corpus_file: Path, out: Path, target: str, cores: int | None, per_task: int, states: int, stores: float,
-    processes: int, minutes: float | None, seed: int,
+    corpus_file: Path, out: Path, target: str, per_task: int, states: int, stores: float, processes: int,
+    minutes: float | None, seed: int,
 ) -> None:  # fmt: skip
     """Replay random schedules of the tasks in CORPUS, unmeasured, to OUT for `pretrain`; resumes there."""
     from pretune_export.networks import load_corpus
@@ -244,7 +243,8 @@ def trajectories(
     options = GenerateOptions(per_task=per_task, states=states, stores=stores, seed=seed)
     deadline = time.time() + 60 * minutes if minutes else float("inf")
     tasks = list(load_corpus(corpus_file))
-    cores = cores or hardware.cores
+    # A GPU's cores run thread blocks, not parallel loops: there are none whose balance would depend on them.
+    cores = hardware.cores if hardware.kind == "cpu" else 1
     click.echo(generate(tasks, made, hardware.kind, cores, out, options, processes, deadline))
 
 
