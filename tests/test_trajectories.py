@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
+
+import msgspec
 import numpy as np
 import pytest
-import torch
 import tvm
+from click.testing import CliRunner
 
 from pretune.errors import OptionError
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.program import read_program
 from pretune.space import TaskSpace
-from pretune_export.nets import Sizes, WorldModelNet
-from pretune_export.networks import CorpusTask
-from pretune_export.pretrain import PretrainConfig, build, evaluate, load_pretrained, pretrain
-from pretune_export.trajectories import (
+from programs import TARGET, conv2d_relu, matmul, softmax
+
+torch = pytest.importorskip("torch")
+
+from pretune_export.cli import main  # noqa: E402
+from pretune_export.nets import Sizes, WorldModelNet  # noqa: E402
+from pretune_export.networks import CorpusTask  # noqa: E402
+from pretune_export.pretrain import (  # noqa: E402
+    PretrainConfig,
+    build,
+    evaluate,
+    load_pretrained,
+    pretrain,
+)
+from pretune_export.trajectories import (  # noqa: E402
     FINAL,
     GenerateOptions,
     Programs,
@@ -25,15 +39,15 @@ from pretune_export.trajectories import (
     make_batch,
     pad,
 )
-from pretune_export.trajectories.files import widths_of
-from programs import TARGET, conv2d_relu, matmul, softmax
+from pretune_export.trajectories.files import widths_of  # noqa: E402
 
+TARGET_JSON = '{"kind":"llvm","mcpu":"x86-64-v3","num-cores":2}'
 CUDA = "nvidia/nvidia-a100"
 
 
 def corpus_task(mod: tvm.IRModule, split: str, name: str) -> CorpusTask:
     digits = name.encode().hex()[:16].ljust(16, "0")
-    return CorpusTask(digits, (name,), (1,), split, name, 1, (), 1e6, 5, tvm.ir.save_json(mod))
+    return CorpusTask(digits, (name,), (1,), split, name, 1, (), 1e6, 5, str(tvm.ir.save_json(mod)))
 
 
 def prefix_state(mod, insts, taken, end):
@@ -131,6 +145,12 @@ def test_generating_resumes_and_a_task_that_fails_costs_one_task(tmp_path, capfd
     assert generate(tasks[:1], TARGET, "cpu", 2, tmp_path / "late", options, deadline=0.0, say=str) == 0
 
 
+def invoke(*args):
+    result = CliRunner().invoke(main, [str(arg) for arg in args])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """A few trajectories of four tasks, one of them for validation."""
@@ -141,8 +161,10 @@ def shards(tmp_path_factory):
         corpus_task(conv2d_relu(), "train", "c"),
         corpus_task(matmul(48, 48, 96), "validation", "d"),
     ]
-    options = GenerateOptions(per_task=12, states=2, stores=0.5)
-    assert generate(tasks, TARGET, "cpu", 2, folder, options, processes=2, say=str) == 48
+    corpus = folder / "corpus.jsonl"
+    corpus.write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
+    counts = ("--per-task", 12, "--states", 2, "--stores", 0.5)
+    assert invoke("trajectories", corpus, folder, "--target", TARGET_JSON, *counts) == 48
     return folder
 
 
@@ -185,14 +207,15 @@ def test_a_batch_leads_each_trajectory_to_its_states(shards):
 
 
 def test_pretraining_learns_resumes_and_hands_over(shards, tmp_path):
-    config = PretrainConfig(
-        epochs=20, groups_per_batch=4, per_group=8, learning_rate=5e-3, threads=1, save_every=5
-    )
+    settings = {"epochs": 20, "groups_per_batch": 4, "per_group": 8, "learning_rate": 5e-3, "threads": 1}
+    config = PretrainConfig(**settings)
     whole = pretrain(config, shards, tmp_path / "whole", processes=1)["cpu"]
     assert whole["tasks"] == 1 and np.isfinite(list(whole["rollout"].values())).all()
 
     pretrain(config, shards, tmp_path / "parts", processes=1, deadline=0.0)  # one batch
-    assert pretrain(config, shards, tmp_path / "parts", processes=1)["cpu"] == whole
+    (tmp_path / "config.toml").write_text("\n".join(f"{name} = {v}" for name, v in settings.items()))
+    parts = invoke("pretrain", tmp_path / "config.toml", shards, tmp_path / "parts", "--processes", 1)
+    assert parts["batches"] == parts["of"] and parts["cpu"] == whole
 
     groups = [g for file in sorted(shards.glob("*.parquet")) for g in load_groups(file)]
     train, held_out = ([g for g in groups if g.split == split] for split in ("train", "validation"))

@@ -52,7 +52,8 @@ def subset(
     written = []
     for n, folder in enumerate(folders):
         target = out / f"{n}-{folder.name}"
-        target.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
         for name in ("tasks.parquet", "spaces.parquet"):
             shutil.copyfile(folder / name, target / name)
         for file in sorted(folder.glob("measured-*.parquet")):
