@@ -67,7 +67,8 @@ def made(tmp_path_factory):
     for name, data in (("corpus", "data"), ("suite", "data-test")):
         file = f"{root}/{name}.jsonl"
         counts = ("--random", 8, "--mutated", 2, "--rounds", 1)
-        invoke("collect", file, root / "c", "--target", TARGET_JSON, *counts)
+        threads = ("--serial",) if name == "suite" else ()
+        invoke("collect", file, root / "c", "--target", TARGET_JSON, *counts, *threads)
         parts = ("--corpus", file, "--out", root / data, "--machine", "here", "--target", TARGET_JSON)
         invoke("dataset", root / "c", *parts)
     invoke("make", root / "config.toml", root / "run", root / "cpu-x86-64-v3")
@@ -134,6 +135,19 @@ def test_the_dataset_gives_back_what_was_collected(made):
         assert row["task"] in tasks and row["space"] < len(spaces[row["task"]])
     machine = machines["here"]
     assert (machine["kind"], machine["arch"], machine["isa_level"]) == ("cpu", "x86_64", "x86-64-v3")
+
+
+def test_what_ran_on_one_thread_too_is_a_machine_of_one_core(made):
+    from pretune_export.dataset import read_parquet
+
+    _tasks, _spaces, rows, machines = read_parquet(made / "data-test")
+    assert {name: m["cores"] for name, m in machines.items()} == {"here": "2", "here-serial": "1"}
+    lines = [json.loads(line) for line in (made / "c" / "measured.jsonl").read_text().splitlines()]
+    serial = {json.dumps(r["decisions"]): r["serial_latencies"] for r in lines if r["serial_latencies"]}
+    assert serial and len(rows["here-serial"]) >= len(serial)
+    for row in rows["here-serial"]:
+        want = serial.get(json.dumps(row["decisions"]), [])
+        assert row["latencies"] == pytest.approx(want, rel=1e-6)
 
 
 def rewrite(made, out, name, keep, change_space=False, **changes):

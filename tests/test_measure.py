@@ -130,6 +130,13 @@ def test_a_slow_candidate_is_stopped_early(shared: MeasurePool) -> None:
     assert not good.stopped_early and len(good.latencies) == 3
 
 
+def test_one_build_gives_a_latency_on_one_thread_too(shared: MeasurePool) -> None:
+    fast, slow = shared.measure([tiled(128), matmul(384)], best=1e-4, serial=True)
+    assert fast.ok and fast.serial_latencies
+    assert slow.stopped_early and not slow.serial_latencies
+    assert not shared.measure([tiled(128)])[0].serial_latencies
+
+
 def test_finalists_take_turns(shared: MeasurePool) -> None:
     with on_event() as events:
         results = shared.interleave([matmul(128), tvm.IRModule({}), tiled(128)], rounds=3)

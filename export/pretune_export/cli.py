@@ -159,9 +159,10 @@ def dataset(
 ) -> None:
     """Turn COLLECTED folders into parquet, beside what other machines have measured in the same dataset.
 
+    What was timed on one thread as well becomes a machine of one core, "MACHINE-serial".
     Run it on the machine that measured: its description goes in.
     """
-    from pretune_export.collect import read_collected
+    from pretune_export.collect import read_collected, serial_rows
     from pretune_export.dataset import describe_machine, write_parquet
     from pretune_export.networks import forbidden_task_ids, load_corpus
 
@@ -179,6 +180,11 @@ def dataset(
     described = describe_machine(hardware, name=machine, target=str(made), days=days)
     write_parquet(out, tasks, spaces, rows, described)
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
+    if serial := serial_rows(rows):
+        made, hardware = _target(json.dumps({**json.loads(str(made)), "num-cores": 1}))
+        described = describe_machine(hardware, name=f"{machine}-serial", target=str(made), days=days)
+        write_parquet(out, tasks, spaces, serial, described)
+        click.echo(f"{len(serial)} of them on one thread as well")
 
 
 @main.command()
@@ -280,6 +286,17 @@ def train(config: Path, out: Path, minutes: float | None) -> None:
     deadline = time.time() + 60 * minutes if minutes else float("inf")
     out.mkdir(parents=True, exist_ok=True)
     click.echo(json.dumps(run(_config(config), out, cache=out / "encoded.pickle", deadline=deadline)))
+
+
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
+@click.option("--epochs", type=int, default=12, show_default=True, help="Of each training run.")
+def ablate(config: Path, run: Path, epochs: int) -> None:
+    """Train with each part of the model left out, for RUN/ablations.json."""
+    from pretune_export.evidence.ablations import ablate as judge
+
+    click.echo(json.dumps(judge(_config(config), run, epochs=epochs)))
 
 
 @main.command()

@@ -262,6 +262,15 @@ def read_collected(folders: Sequence[Path]) -> tuple[dict[str, list], list[dict[
     return spaces, list(rows.values())
 
 
+def serial_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the same candidates did on one thread, of rows that were timed so; failures stay failures."""
+    return [
+        {**row, "latencies": row["serial_latencies"]}
+        for row in rows
+        if row.get("serial_latencies") or (not row["ok"] and "serial_latencies" in row)
+    ]
+
+
 def model_proposals(weights: Path, hardware: Any) -> Callable[..., list[tuple[int, np.ndarray]]]:
     """A `Collector.propose` that lets a model choose: its search's candidates, one in four at random."""
     from pretune.model import TaskScorer, WorldModel, load_weights

@@ -1,4 +1,4 @@
-"""Export the three networks to ONNX, check them against torch, and lay out a weights folder."""
+"""Export the networks to ONNX, check them against torch, and lay out a weights folder."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def _example(n: int, blocks: int) -> dict[str, torch.Tensor]:
 
 def _parts(net: WorldModelNet, n: int = 4, blocks: int = 6) -> dict[str, tuple]:
     x = _example(n, blocks)
-    z = torch.rand(n, net.sizes.latent, generator=torch.Generator().manual_seed(7))
+    make = torch.Generator().manual_seed(7)
+    z = torch.rand(n, net.sizes.latent, generator=make)
     rows = torch.export.Dim("n", min=1, max=1 << 20)
     width = torch.export.Dim("blocks", min=1, max=4096)
     return {
@@ -134,9 +135,12 @@ def _parts(net: WorldModelNet, n: int = 4, blocks: int = 6) -> dict[str, tuple]:
             net.encoder, {k: x[k] for k in ("blocks", "loops", "mask")},
             {"blocks": {0: rows, 1: width}, "loops": {0: rows, 1: width}, "mask": {0: rows, 1: width}}, ["z"],
         ),
+        "action": (
+            net.action, {"type": x["type"], "a": x["a"]}, {"type": None, "a": {0: rows}}, ["action"],
+        ),
         "transition": (
-            net.transition, {"z": z, "type": x["type"], "a": x["a"]},
-            {"z": {0: rows}, "type": None, "a": {0: rows}}, ["z_next"],
+            net.transition, {"z": z, "action": torch.rand(n, net.sizes.transition_hidden, generator=make)},
+            {"z": {0: rows}, "action": {0: rows}}, ["z_next"],
         ),
         "ranker": (
             net.ranker, {"z": z, "summary": x["summary"], "hardware": x["hardware"]},

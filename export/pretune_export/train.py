@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import multiprocessing
 import pickle
 import sys
@@ -27,6 +28,7 @@ from pretune.features.schema import SCHEMA_VERSION, STATE_BLOCK
 from pretune.model.weights import ISA_LEVELS
 from pretune_export.dataset import Group, TaskData, group_candidates, read_parquet
 from pretune_export.nets import Sizes, WorldModelNet
+from pretune_export.pretrain import load_pretrained
 from pretune_export.trajectories import FINAL, Replayer, choose_steps
 
 
@@ -39,6 +41,9 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Dataset folders: their training tasks are trained on, their validation tasks choose the epoch.
     test_datasets : list of str
         Dataset folders that only `evaluate` reads.
+    isa_level : str
+        The instruction set level that the weights are for; by default the lowest of the datasets. What was
+        measured at other levels is trained on too, but chooses no epoch.
     epochs, tasks_per_batch, candidates_per_task : int
     learning_rate, weight_decay : float
     states_per_candidate : int
@@ -47,10 +52,19 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Candidates per task whose real states are read.
     align, contrast, decode, true_rank : float
         Weights of the losses beside the ranking of predicted latents.
+    regression : float
+        Weight of the scale of the scores within the ranking loss; infinite for regression alone.
+    pretrained : str
+        ``pretrained.pt`` of ``pretune-export pretrain``: encoder and transition to start from, if any.
+    average : float
+        Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
+    without : str
+        One part to leave out, to see what it is worth (`ABLATIONS`).
     """
 
     datasets: list[str]
     test_datasets: list[str] = msgspec.field(default_factory=list)
+    isa_level: str = ""
     epochs: int = 40
     tasks_per_batch: int = 8
     candidates_per_task: int = 48
@@ -63,18 +77,33 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     decode: float = 0.5
     true_rank: float = 0.5
     regression: float = 0.3
+    pretrained: str = ""
+    average: float = 0.995
+    without: str = ""
     seed: int = 0
     threads: int = 2
     validate_every: int = 2
     sizes: dict[str, int] = msgspec.field(default_factory=dict)
 
 
+ABLATIONS = {
+    "transition": "no transition: the ranker sees the initial state",
+    "actions": "no action features in the ranker",
+    "state": "no program state in the ranker",
+    "hardware": "no hardware vector",
+    "ranking": "regression instead of ranking",
+    "rollouts": "single steps instead of rollouts",
+}
+"""Parts that `TrainConfig.without` can leave out."""
+
+
 @dataclass
 class Machine:
-    """A machine that measured: its hardware vector and cores."""
+    """A machine that measured: its hardware vector, cores and instruction set level."""
 
     vector: np.ndarray
     cores: int
+    isa_level: str
 
 
 @dataclass
@@ -107,6 +136,8 @@ def data_key(config: TrainConfig, datasets: Sequence[str]) -> str:
 def run_key(config: TrainConfig) -> str:
     """Hash of all that the weights of a training run depend on: its data and the other settings."""
     settings = {name: v for name, v in msgspec.to_builtins(config).items() if name not in NO_MATTER}
+    if config.pretrained:
+        settings["pretrained"] = hashlib.sha256(Path(config.pretrained).read_bytes()).hexdigest()
     text = json.dumps([data_key(config, config.datasets), settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -155,18 +186,38 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
         If a task of a test dataset is one of the others' too.
     """
     key = data_key(config, config.datasets) + data_key(config, config.test_datasets)
+    data = None
     if cache is not None and cache.exists():
         with cache.open("rb") as file:
             if pickle.load(file) == key:  # our own cache, written below; never published
-                return pickle.load(file)
-        print(f"{cache} is of other data: encoding anew", file=sys.stderr, flush=True)
+                data = pickle.load(file)
+            else:
+                print(f"{cache} is of other data: encoding anew", file=sys.stderr, flush=True)
+    if data is None:
+        data = _encode(config, processes)
+        if cache is not None:
+            partial = cache.with_name(cache.name + ".partial")
+            with partial.open("wb") as file:
+                pickle.dump(key, file)
+                pickle.dump(data, file)
+            partial.replace(cache)
+    if config.isa_level:
+        data.validation = [
+            t for t in data.validation if data.machines[t.groups[0].machine].isa_level == config.isa_level
+        ]
+    return data
+
+
+def _encode(config: TrainConfig, processes: int) -> Data:
     data = Data()
     jobs = []
     for task, spaces, by_machine, machines in _choose_tasks(config):
         for name in by_machine:
             machine = machines[name]
             data.machines[name] = Machine(
-                np.array(json.loads(machine["vector"]), np.float32), int(machine["cores"])
+                np.array(json.loads(machine["vector"]), np.float32),
+                int(machine["cores"]),
+                machine["isa_level"],
             )
         jobs.append((task, spaces, by_machine, machines, config))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -179,12 +230,6 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
                 print(f"encoded {n}/{len(jobs)} tasks", flush=True)
     for split in (data.train, data.validation, data.test):
         split.sort(key=lambda t: (t.task, t.groups[0].machine))
-    if cache is not None:
-        partial = cache.with_name(cache.name + ".partial")
-        with partial.open("wb") as file:
-            pickle.dump(key, file)
-            pickle.dump(data, file)
-        partial.replace(cache)
     return data
 
 
@@ -326,7 +371,8 @@ def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float)
 
     The weight of a pair is the difference of ``best / latency``, as the gain differences of LambdaRank
     (Burges, "From RankNet to LambdaRank to LambdaMART", 2010). `regression` adds a Huber loss on centred log
-    latencies, so that scores keep the scale of log latency, which the search's posterior relies on.
+    latencies, so that scores keep the scale of log latency, which the search's posterior relies on; infinite,
+    it is the whole loss.
     """
     same = task[:, None] == task[None]
     gain = target.exp()
@@ -343,7 +389,8 @@ def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float)
         capped = target.clamp_min(-3.0)
         centre_s = torch.zeros(groups).index_add_(0, task, score) / count
         centre_t = torch.zeros(groups).index_add_(0, task, capped) / count
-        loss = loss + regression * F.smooth_l1_loss(score - centre_s[task], capped - centre_t[task], beta=0.3)
+        scale = F.smooth_l1_loss(score - centre_s[task], capped - centre_t[task], beta=0.3)
+        loss = scale if math.isinf(regression) else loss + regression * scale
     return loss
 
 
@@ -360,12 +407,34 @@ class Decoder(torch.nn.Module):
         return self.net(z)
 
 
+def predict(net: WorldModelNet, batch: Batch, without: str = "") -> tuple[Tensor, list[Tensor]]:
+    """Scores ``[n]`` of a batch, and the latents after each step, ``[n, latent]`` each."""
+    z0 = net.encoder(*batch.initial)[batch.task]
+    zs = net.rollout(z0, batch.types, batch.actions, batch.mask, truncate=without == "rollouts")
+    final = z0 if without == "transition" else zs[-1]
+    if without == "rollouts":  # The ranking must not teach the transition through many steps either.
+        final = final.detach()
+    return rank(net, final, batch, without=without), zs
+
+
+def rank(
+    net: WorldModelNet, z: Tensor, batch: Batch, rows: Tensor | slice = slice(None), without: str = ""
+) -> Tensor:
+    """Scores of final latents; `rows` says which candidates of the batch they are of."""
+    summary, hardware = batch.summary[rows], batch.hardware[rows]
+    score, _ = net.ranker(
+        torch.zeros_like(z) if without == "state" else z,
+        torch.zeros_like(summary) if without == "actions" else summary,
+        torch.zeros_like(hardware) if without == "hardware" else hardware,
+    )
+    return score
+
+
 def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConfig) -> dict[str, Tensor]:
     """All loss terms of a batch, unweighted."""
-    z0 = net.encoder(*batch.initial)
-    zs = net.rollout(z0[batch.task], batch.types, batch.actions, batch.mask)
-    score, _ = net.ranker(zs[-1], batch.summary, batch.hardware)
-    out = {"rank": ranking_loss(score, batch.target, batch.task, config.regression)}
+    regression = math.inf if config.without == "ranking" else config.regression
+    score, zs = predict(net, batch, config.without)
+    out = {"rank": ranking_loss(score, batch.target, batch.task, regression)}
     if batch.states is not None:
         true = net.encoder(*batch.states)
         row, step = batch.state_at[:, 0], batch.state_at[:, 1]
@@ -383,10 +452,8 @@ def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConf
         final = step == batch.mask.sum(1)[row] - 1
         if int(final.sum()) > 8:
             rows = row[final]
-            true_score, _ = net.ranker(true[final], batch.summary[rows], batch.hardware[rows])
-            out["true_rank"] = ranking_loss(
-                true_score, batch.target[rows], batch.task[rows], config.regression
-            )
+            true_score = rank(net, true[final], batch, rows, config.without)
+            out["true_rank"] = ranking_loss(true_score, batch.target[rows], batch.task[rows], regression)
     return out
 
 
@@ -405,17 +472,17 @@ def top_k(score: np.ndarray, latency: np.ndarray, k: int) -> float:
 
 @torch.no_grad()
 def score_task(
-    net: WorldModelNet, task: TaskData, machines: dict[str, Machine]
+    net: WorldModelNet, task: TaskData, machines: dict[str, Machine], without: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
     """Scores and latencies of all candidates of a task."""
     batch = make_batch([task], machines, 10**9, np.random.default_rng(0), states=False)
-    z0 = net.encoder(*batch.initial)
-    z = net.rollout(z0[batch.task], batch.types, batch.actions, batch.mask)[-1]
-    score, _ = net.ranker(z, batch.summary, batch.hardware)
+    score, _ = predict(net, batch, without)
     return score.numpy(), np.exp(-batch.target.numpy().astype(np.float64))
 
 
-def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine]) -> dict[str, float]:
+def validate(
+    net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine], without: str = ""
+) -> dict[str, float]:
     """Mean top-1, top-5 and Spearman over tasks with at least `ENOUGH` candidates.
 
     Raises
@@ -426,7 +493,7 @@ def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Mach
     net.eval()
     rows = []
     for task in tasks:
-        score, latency = score_task(net, task, machines)
+        score, latency = score_task(net, task, machines, without)
         if len(score) >= ENOUGH:
             rows.append((top_k(score, latency, 1), top_k(score, latency, 5), spearman(score, -latency)))
     net.train()
@@ -442,6 +509,20 @@ def validate(net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Mach
         "spearman": float(mean[2]),
         "tasks": float(len(rows)),
     }
+
+
+def fit_inputs(net: WorldModelNet, data: Data) -> None:
+    """Standardise the networks' inputs by the training tasks: actions, initial and real states, summaries."""
+    groups = [g for task in data.train for g in task.groups]
+    states = [task.initial for task in data.train] + [s for g in groups for s in g.states.values()]
+    loops = np.concatenate([s.loops.reshape(-1, s.loops.shape[2]) for s in states])
+    arrays = (
+        np.concatenate([a[:2] for g in groups for a in g.actions]),
+        np.concatenate([s.blocks for s in states]),
+        loops[(loops != 0).any(1)],
+        np.concatenate([g.summary for g in groups]),
+    )
+    net.fit_inputs(*(torch.from_numpy(a) for a in arrays))
 
 
 # -- the loop ------------------------------------------------------------------------------------------------
@@ -460,12 +541,18 @@ def train(
     data = load_data(config, cache)
     sizes = Sizes(**config.sizes)
     net, decoder = WorldModelNet(sizes), Decoder(sizes)
+    fit_inputs(net, data)
+    if config.pretrained:
+        load_pretrained(Path(config.pretrained), net)
     optimizer = torch.optim.AdamW(
         [*net.parameters(), *decoder.parameters()], lr=config.learning_rate, weight_decay=config.weight_decay
     )
     per_epoch = max(1, len(data.train) // config.tasks_per_batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.learning_rate, total_steps=config.epochs * per_epoch + 1, pct_start=0.1
+    )
+    average = torch.optim.swa_utils.AveragedModel(
+        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(config.average)
     )
     start, best = 0, {"value": -1.0}
     last, key = out / "last.pt", run_key(config)
@@ -478,6 +565,7 @@ def train(
             stale.unlink(missing_ok=True)
     else:
         net.load_state_dict(saved["net"])
+        average.load_state_dict(saved["average"])
         decoder.load_state_dict(saved["decoder"])
         optimizer.load_state_dict(saved["optimizer"])
         schedule.load_state_dict(saved["schedule"])
@@ -504,6 +592,7 @@ def train(
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             schedule.step()
+            average.update_parameters(net)
             for name, term in terms.items():
                 sums[name] += float(term.detach()) / per_epoch
         line: dict[str, Any] = {
@@ -513,13 +602,13 @@ def train(
         }
         done = epoch + 1 == config.epochs or time.time() > deadline
         if (epoch + 1) % config.validate_every == 0 or done:
-            quality = validate(net, data.validation, data.machines)
+            quality = validate(average.module, data.validation, data.machines, config.without)
             line |= {f"validation_{k}": round(v, 4) for k, v in quality.items()}
             value = quality["top1"] + quality["top5"] + 0.5 * quality["spearman"]
             if value > best["value"]:
                 best = {"value": value, "epoch": epoch + 1, **quality}
                 torch.save(
-                    {"net": net.state_dict(), "sizes": sizes.to_dict(), "best": best, "key": key},
+                    {"net": average.module.state_dict(), "sizes": sizes.to_dict(), "best": best, "key": key},
                     out / "best.pt",
                 )
         with (out / "log.jsonl").open("a") as file:
@@ -527,9 +616,9 @@ def train(
         print(line, flush=True)
         torch.save(
             {
-                "net": net.state_dict(), "decoder": decoder.state_dict(), "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(), "epoch": epoch + 1, "best": best,
-                "key": key,
+                "net": net.state_dict(), "average": average.state_dict(), "decoder": decoder.state_dict(),
+                "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
+                "epoch": epoch + 1, "best": best, "key": key,
             },
             last,
         )  # fmt: skip
@@ -612,7 +701,7 @@ def describe_data(config: TrainConfig) -> DataDescription:
         )
     ((kind, arch),) = kinds
     known = ("", *ISA_LEVELS.get(arch, ()))
-    level = min(levels, key=lambda one: known.index(one) if one in known else 0)
+    level = config.isa_level or min(levels, key=lambda one: known.index(one) if one in known else 0)
     return DataDescription(
         measured_on,
         {"kind": kind, "arch": arch, "isa_level": level},

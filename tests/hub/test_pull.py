@@ -247,12 +247,12 @@ def test_a_truncated_missing_and_foreign_file(hub, server, published):
     encoder.write_bytes(encoder.read_bytes()[:100])
     (item.path / "model.safetensors").unlink()
     (item.path / "model.pkl").write_bytes(b"")
-    (item.path / "ranking.png").unlink()
-    (item.path / "ranking.png").symlink_to(encoder)
+    (item.path / "evaluation.png").unlink()
+    (item.path / "evaluation.png").symlink_to(encoder)
     found = {fault.name: fault.problem for fault in cache.check(item)}
     assert found["onnx/encoder.onnx"].startswith("100 bytes, the manifest says")
     assert found["model.safetensors"] == "missing" and found["model.pkl"] == "not in the manifest"
-    assert found["ranking.png"].startswith("a link") and len(found) == 4
+    assert found["evaluation.png"].startswith("a link") and len(found) == 4
     assert sorted(repair(hub, item)) == sorted(found)
     pulled(cache.find(REPO))
 

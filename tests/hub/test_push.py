@@ -60,11 +60,11 @@ def test_a_push_is_one_commit_and_one_tag(server, writer, folder):
     assert (again.revision, again.tag, again.changed) == (first.revision, "v1", False)
 
     better(folder, 0.01)
-    (folder / "ranking.png").unlink()
+    (folder / "evaluation.png").unlink()
     rehash(folder)
     second = push(writer, folder, REPO)
     assert second.tag == "v2" and second.changed
-    assert "ranking.png" not in server.files(REPO, second.revision)
+    assert "evaluation.png" not in server.files(REPO, second.revision)
     assert ".gitattributes" in server.files(REPO, second.revision)
 
 
@@ -191,7 +191,7 @@ def test_networks_that_are_not_those_of_the_safetensors(folder, change, said):
 def test_without_torch_the_stored_outputs_are_compared_with(folder, monkeypatch):
     (folder / REFERENCE).unlink(missing_ok=True)
     write_reference(folder)
-    assert set(json.loads((folder / REFERENCE).read_text())) == {"encoder", "transition", "ranker"}
+    assert set(json.loads((folder / REFERENCE).read_text())) == {"encoder", "action", "transition", "ranker"}
     no_torch(monkeypatch)
     check_networks(folder, read_config(folder))
     change_networks(folder, other_numbers)

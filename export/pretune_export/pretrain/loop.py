@@ -153,8 +153,8 @@ def pretrain(
     report = {"batches": step + 1, "of": total} | evaluate(model, held_out, config)
     _save(
         out / "pretrained.pt", sizes=sizes.to_dict(), key=key, encoder=model.net.encoder.state_dict(),
-        transition=model.net.transition.state_dict(), nest=model.nest.state_dict(),
-        stores=model.stores.state_dict(), valid=model.valid.state_dict(), report=report,
+        action=model.net.action.state_dict(), transition=model.net.transition.state_dict(),
+        nest=model.nest.state_dict(), stores=model.stores.state_dict(), valid=model.valid.state_dict(), report=report,
     )  # fmt: skip
     (out / "pretrain.json").write_text(json.dumps(report, indent=1) + "\n")
     return report
@@ -167,7 +167,7 @@ def _save(path: Path, **content: Any) -> None:
 
 
 def load_pretrained(path: Path, net: WorldModelNet) -> None:
-    """Put pretrained encoder and transition into `net`.
+    """Put pretrained encoder and transition, with its part for actions, into `net`.
 
     Raises
     ------
@@ -177,6 +177,7 @@ def load_pretrained(path: Path, net: WorldModelNet) -> None:
     saved = torch.load(path, weights_only=True)
     try:
         net.encoder.load_state_dict(saved["encoder"])
+        net.action.load_state_dict(saved["action"])
         net.transition.load_state_dict(saved["transition"])
     except RuntimeError:
         raise OptionError(

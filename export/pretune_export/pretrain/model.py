@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pretune.features.schema import STATE_BLOCK
 from pretune_export.nets import WorldModelNet
-from pretune_export.trajectories import Batch, Group, Programs, pad
+from pretune_export.trajectories import Batch, Group, Programs, make_batch, pad
 
 from .config import PretrainConfig
 
@@ -81,10 +81,18 @@ class Pretrainer(nn.Module):
 
 
 def build(net: WorldModelNet, groups: list[Group], rng: np.random.Generator) -> Pretrainer:
-    """A pretrainer for `net`, whose decoders know mean and spread of what they decode, from some `groups`."""
+    """A pretrainer for `net`; its inputs and what its decoders decode are standardised by some `groups`."""
     some = [groups[i] for i in rng.permutation(len(groups))[:400]]
     nest = np.concatenate([nest_targets(g.programs) for g in some])
     stores = np.concatenate([g.stores for g in some]).astype(np.float32)
+    batch = make_batch(some, 2, rng)
+    net.fit_inputs(
+        batch.actions[batch.mask],
+        *(
+            torch.from_numpy(np.concatenate([getattr(g.programs, rows) for g in some]).astype(np.float32))
+            for rows in ("blocks", "loops")
+        ),
+    )
     with torch.no_grad():
         width = net.encoder(*pad(some[0].initial)).flatten(1).shape[1]
     decoders = [Decoder(width, raw.mean(0), raw.std(0)) for raw in (nest, stores)]

@@ -147,20 +147,24 @@ class Replayer:
             plain = insts[i][0] in ("SamplePerfectTile", "SamplePartitionedTile")
             taken[i] = list(values) if plain else values[0]
         after = {steps[s] for s in wanted if s != FINAL}
-        sch, programs = self.replay(
-            self._from_json(insts), lambda _sch, position, _inputs: taken.get(position), after
-        )
+        known = self._from_json(insts, taken)
+        if known is None:
+            return {}
+        sch, programs = self.replay(known, lambda _sch, position, _inputs: taken.get(position), after)
         out = {s: self.encode(programs[steps[s]]) for s in wanted if s != FINAL and steps[s] in programs}
         if FINAL in wanted and sch is not None and self.postprocess(sch):
             out[FINAL] = self.encode(sch.mod)
         return out
 
-    def _from_json(self, insts: list[Any]) -> list[Any]:
-        """TVM's instructions of a design space given as JSON: one replay, with TVM's own decisions."""
+    def _from_json(self, insts: list[Any], decisions: dict[int, Any]) -> list[Any] | None:
+        """TVM's instructions of a design space given as JSON, from one replay; None if TVM refuses that."""
         known = self._known.get(id(insts))
         if known is None:
             sch = Schedule(self.mod, seed=1, error_render_level="none")
-            Trace.apply_json_to_schedule([insts, []], sch)
+            try:
+                Trace.apply_json_to_schedule([insts, [list(item) for item in decisions.items()]], sch)
+            except Exception:  # Another candidate's decisions may do.
+                return None
             assert sch.trace is not None
             known = self._known[id(insts)] = insts, list(sch.trace.insts)
         return known[1]

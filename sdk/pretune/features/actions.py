@@ -22,6 +22,7 @@ from pretune.features.nest import (
     Nest,
     NestLoop,
     Value,
+    add_unrolling,
     const,
     describe_block,
     from_block,
@@ -168,19 +169,23 @@ class ActionEncoder:
         """The ranker's view of all actions together: float32 ``[n, len(SUMMARY)]``."""
         out = np.zeros((env.n, len(SUMMARY)), dtype=np.float32)
         for i, nest in enumerate(self._final[:MAX_POSTPROC]):
-            summary = self._summary_of(nest, env)
-            if i == 0:
-                out[:, : len(NEST)] = summary
+            summary = self._unrolled_summary_of(nest, env)
+            if i < 2:
+                out[:, i * len(NEST) : (i + 1) * len(NEST)] = summary
             else:
-                rest = out[:, len(NEST) : 2 * len(NEST)]
+                rest = out[:, 2 * len(NEST) : 3 * len(NEST)]
                 np.maximum(rest, summary, out=rest)
+        tail = 3 * len(NEST)
+        if self._final:
+            out[:, tail : tail + len(BLOCK)] = describe_block(
+                self._final[0], self._share.get(id(self._final[0]), 0.0)
+            )
+        tail += len(BLOCK)
         unroll = self._annotated.get("meta_schedule.unroll_explicit")
-        tail = 2 * len(NEST)
         if unroll is not None:
             out[:, tail] = np.log2(env.get(unroll) + 1.0) * 0.1
         out[:, tail + 1] = len(self._final) * 0.125
         out[:, tail + 2] = "meta_schedule.parallel" in self._annotated
-        out[:, tail + 3] = self._share.get(id(self._final[0]), 0.0) if self._final else 0.0
         return out
 
     # -- following the trace ---------------------------------------------------------------------------------
@@ -500,12 +505,13 @@ class ActionEncoder:
         for extent in (*(factors or ()), value, location[0] if location else None):
             if extent is not None:
                 slots |= extent.slots
+        summary_of = self._unrolled_summary_of if name == "Postproc" else self._summary_of
         at_value = _AT_ANNOTATION + len(ANNOTATIONS) if key is not None else _AT_DECISION + FACTORS + 3
 
         def features(env: Env) -> np.ndarray:
             out = np.broadcast_to(base, (env.n, len(base))).copy()
             if frozen is not None:
-                out[:, _AT_NEST:_AT_LOOP] = self._summary_of(frozen, env)
+                out[:, _AT_NEST:_AT_LOOP] = summary_of(frozen, env)
             if loop_extent is not None:
                 out[:, _AT_LOOP] = log2(env.get(loop_extent))
             if factors:
@@ -543,6 +549,15 @@ class ActionEncoder:
         if nest not in env.summaries:
             env.summaries[nest] = self._summarise_nest(nest, env)
         return env.summaries[nest]
+
+    def _unrolled_summary_of(self, nest: Nest, env: Env) -> np.ndarray:
+        """Summary of a nest after postprocessing."""
+        if nest not in env.unrolled:
+            out = self._summary_of(nest, env).copy()
+            limit = self._annotated.get("meta_schedule.unroll_explicit")
+            add_unrolling(out, nest, env, env.get(limit) if limit is not None else 0.0)
+            env.unrolled[nest] = out
+        return env.unrolled[nest]
 
     def _summarise_nest(self, nest: Nest, env: Env) -> np.ndarray:
         limit = self._annotated.get("meta_schedule.parallel")

@@ -34,6 +34,7 @@ class Env:
         self.n = n
         self._cache: dict[Extent, Value] = {}
         self.summaries: dict[Nest, np.ndarray] = {}
+        self.unrolled: dict[Nest, np.ndarray] = {}
 
     def get(self, extent: Extent) -> Value:
         value = self._cache.get(extent)
@@ -244,6 +245,50 @@ def footprint(access: Access, tiles: dict[int, Value]) -> Value:
     return out
 
 
+class _Lanes:
+    """One access across the loops that may become a vector, innermost first.
+
+    RewriteParallelVectorizeUnroll fuses inner loops into a vector as long as no access forbids it: the first
+    loop that an access depends on must have stride 1, unless it is the innermost, and each further one must
+    go on where the last ended. Loops that it does not depend on are always welcome: an access may still be no
+    ramp over the whole vector, and LLVM then gathers it lane by lane.
+    """
+
+    def __init__(self, access: Access, where: Callable) -> None:
+        self._access, self._where = access, where
+        self._next: Value = 0.0  # stride that goes on where the loops so far end; 0 before the first
+        self.run: Value = 1.0  # lanes that are consecutive elements
+        self.same: Value = 1.0  # lanes that are one element
+        self._growing: Value = 1.0
+        self._constant: Value = 1.0
+
+    def stride(self, axis: int, step: Value) -> Value:
+        """Elements from one iteration to the next, as the postprocessor sees them: along one dimension."""
+        for size, form in zip(
+            reversed(self._access.buffer.strides), reversed(self._access.index), strict=True
+        ):
+            if c := form.get(axis, 0.0):
+                return abs(c) * size * step
+        return 0.0
+
+    def allows(self, extent: Value, stride: Value, innermost: bool) -> Value:
+        """1.0 where the access lets a loop join the vector of those within it."""
+        used = (stride != 0.0) & (extent > 1.0)
+        fits = self._where(self._next == 0.0, (stride == 1.0) | innermost, stride == self._next)
+        return self._where(used, fits, True)
+
+    def take(self, taken: Value, extent: Value, stride: Value) -> None:
+        """Go on to the next loop; `taken` is 1 where it joins the vector."""
+        where = self._where
+        taken = (taken > 0) & (extent > 1.0)
+        used = taken & (stride != 0.0)
+        self._next = where(used, stride * extent, self._next)
+        self._growing = where(taken, self._growing * (stride == self.run), self._growing)
+        self._constant = where(used, 0.0, self._constant)
+        self.run = where(taken & (self._growing > 0), self.run * extent, self.run)
+        self.same = where(taken & (self._constant > 0), self.same * extent, self.same)
+
+
 _N = {name: i for i, name in enumerate(NEST)}
 
 
@@ -276,7 +321,7 @@ def summarise(
     Returns
     -------
     numpy.ndarray
-        float32 ``[n, len(schema.NEST)]``.
+        float32 ``[n, len(schema.NEST)]``. The columns of `add_unrolling` are zero.
     """
     n = env.n
     out = np.zeros((n, len(NEST)), dtype=np.float32)
@@ -300,6 +345,7 @@ def summarise(
     vector: Value = 1.0
     vector_open: Value = 1.0  # 1 while the run of spatial inner loops goes on
     accumulators: Value = 1.0
+    register_bytes: Value = held[0]  # touched by the loops within the innermost reduction
     reduction: Value = 1.0
     stage: Value = 0.0  # 0 before the first non-unit reduction loop, 1 within its run, 2 after
     found: Value = 0.0  # number of non-unit loops met
@@ -307,15 +353,18 @@ def summarise(
     strides = [single(-1.0) for _ in accesses]
     inner_reduce = single(0.0)
     nonunit: Value = 0.0
+    lanes = [_Lanes(a, where) for a in accesses + [a for a in nest.accesses if a not in accesses]]
 
     for position, component in reversed(placed):
         extent = env.get(component.extent)
         if cuts and position < len(nest.loops) - 1:
             vector_open = vector_open * _uncut(cuts, position)
+        innermost = position == len(nest.loops) - 1
         if not isinstance(extent, np.ndarray) and extent == 1.0:
             continue
         big = float(extent > 1.0) if alone else np.asarray(extent > 1.0, dtype=np.float32)
         points = points * extent
+        step = tiles.get(component.axis, 1.0)  # by which the axis moves from one iteration to the next
         if component.axis >= 0:
             tiles[component.axis] = tiles.get(component.axis, 1.0) * extent
         for k, a in enumerate(accesses):
@@ -339,10 +388,17 @@ def summarise(
             stage = where((stage == 0) & (big > 0), 1.0, stage)
         else:
             grown = vector * extent
+            strides_now = [one.stride(component.axis, step) for one in lanes]
             open_ = vector_open * (grown <= vector_limit)
+            if open_ if alone else np.any(open_):
+                for one, stride in zip(lanes, strides_now, strict=True):
+                    open_ = open_ * one.allows(extent, stride, innermost)
+                for one, stride in zip(lanes, strides_now, strict=True):
+                    one.take(open_, extent, stride)
             vector = where(open_ > 0, grown, vector)
             vector_open = open_
             accumulators = where(stage == 0, accumulators * extent, accumulators)
+            register_bytes = where(stage == 0, total, register_bytes)
             stage = where((stage == 1) & (big > 0), 2.0, stage)
         found = found + big
         nonunit = nonunit + big
@@ -380,6 +436,9 @@ def summarise(
         out[:, _N[f"inner_stride_{k}"]] = log2(strides[k] + 1.0)
         out[:, _N[f"inner_broadcast_{k}"]] = strides[k] == 0
         out[:, _N[f"inner_contiguous_{k}"]] = strides[k] == 1
+        length = np.maximum(lanes[k].run, lanes[k].same)
+        out[:, _N[f"vector_run_{k}"]] = log2(length)
+        out[:, _N[f"vector_whole_{k}"]] = length == vector
     out[:, _N["accumulators"]] = log2(accumulators)
     out[:, _N["inner_reduction"]] = log2(reduction)
     out[:, _N["parallel"]] = log2(fused)
@@ -396,12 +455,64 @@ def summarise(
     out[:, _N["accumulator_bytes"]] = log2(accumulators * item)
     out[:, _N["redundancy"]] = np.log2(np.maximum(points / np.maximum(full, 1.0), 2.0**-8)) * 0.125
     out[:, _N["last_reduce"]] = inner_reduce
+    out[:, _N["vector_fill_16"]] = vector / (np.ceil(vector / 16.0) * 16.0)
+    out[:, _N["vector_fill_8"]] = vector / (np.ceil(vector / 8.0) * 8.0)
+    # LLVM makes good code of 16, 32 and 64 lanes; of 24, 40 or 48 it makes code several times slower.
+    out[:, _N["vector_power_of_2"]] = np.log2(vector) % 1.0 == 0.0
+    out[:, _N["vectors"]] = log2(accumulators / vector)
+    out[:, _N["register_traffic"]] = np.log2(register_bytes / accumulators) * 0.125
     return out
 
 
 def _choose(condition: bool, value: Value, other: Value) -> Value:
     """`numpy.where` for floats."""
     return value if condition else other
+
+
+def add_unrolling(out: np.ndarray, nest: Nest, env: Env, limit: Value) -> None:
+    """Add to a summary what UnrollLoop will make of the nest.
+
+    It unrolls from inside, as long as the body then holds no more than `limit` stores (TVM's
+    ``pragma_auto_unroll_max_step``). A loop that became lanes of a vector is no loop any more. Where
+    everything within the innermost reduction is unrolled, LLVM can keep the accumulators in registers.
+
+    Parameters
+    ----------
+    out : numpy.ndarray
+        From `summarise`, changed in place.
+    nest : Nest
+    env : Env
+    limit : float or numpy.ndarray
+        ``[n]`` where it depends on a decision.
+    """
+    alone = not env.slots
+    where: Any = _choose if alone else np.where
+    vector: Value = np.exp2(out[:, _N["vector"]] * 8.0) + 0.5
+    if alone:
+        vector = float(vector[0])
+    lanes: Value = 1.0
+    unrolled: Value = 1.0
+    goes_on: Value = 1.0
+    in_registers: Value = 1.0
+    within: Value = 1.0  # 1 until the innermost reduction
+    for component in reversed(nest.components):
+        extent = env.get(component.extent)
+        if not isinstance(extent, np.ndarray) and extent == 1.0:
+            continue
+        loop = extent > 1.0
+        if component.is_reduce:
+            within = within * (1.0 - loop)
+            lanes = where(loop, np.inf, lanes)
+        else:
+            lanes = lanes * extent
+            loop = loop & (lanes > vector)
+        body = unrolled * extent
+        fits = goes_on * (body <= limit)
+        unrolled = where(loop & (fits > 0), body, unrolled)
+        goes_on = where(loop, fits, goes_on)
+        in_registers = where(loop & (within > 0), in_registers * fits, in_registers)
+    out[:, _N["unrolled"]] = log2(unrolled)
+    out[:, _N["in_registers"]] = in_registers
 
 
 def _uncut(cuts: list[Value], position: int) -> Value:

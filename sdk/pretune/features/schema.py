@@ -6,7 +6,7 @@ inputs would differ. Change it whenever any feature changes its meaning, place o
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 CAPACITIES = (2 << 10, 24 << 10, 192 << 10, 768 << 10, 4 << 20, 32 << 20)
 """Bytes of the imagined memories (registers to last-level cache) at which reuse is summarised."""
@@ -22,6 +22,9 @@ NEST = (
     *(f"inner_{what}_{a}" for a in range(ACCESSES) for what in ("stride", "broadcast", "contiguous")),
     "accumulators", "inner_reduction", "parallel", "imbalance", "grain", "loops",
     "inlined", "at_root", "inner_0", "inner_1", "inner_2", "accumulator_bytes", "redundancy", "last_reduce",
+    "unrolled", "in_registers", "register_traffic",
+    "vector_fill_16", "vector_fill_8", "vector_power_of_2", "vectors",
+    *(f"vector_{what}_{a}" for a in range(ACCESSES) for what in ("run", "whole")),
 )  # fmt: skip
 
 # The loop an action names.
@@ -60,11 +63,12 @@ ACTION = (*NEST, *LOOP, *DECISION, *BLOCK, *ANNOTATION)
 # What the ranker sees of all actions together.
 SUMMARY = (
     *(f"main_{f}" for f in NEST),
+    *(f"second_{f}" for f in NEST),
     *(f"rest_{f}" for f in NEST),
+    *(f"main_{f}" for f in BLOCK),
     "unroll",
     "blocks",
     "spaces_parallel",
-    "main_share",
 )
 
 # The state encoder's rows: one per block, and one per loop around it.

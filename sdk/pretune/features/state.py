@@ -13,6 +13,7 @@ from pretune.features.nest import (
     Env,
     Nest,
     NestLoop,
+    add_unrolling,
     const,
     describe_block,
     footprint,
@@ -65,15 +66,18 @@ def encode_state(func: Any, *, cores: int = 1) -> State:
     for i, block in enumerate(blocks):
         nest = _nest_of_state(block)
         parallel = _extent_of(block, PARALLEL)
-        summary = summarise(nest, Env([], 1), cores=cores, parallel=parallel)[0]
+        unroll = max((loop.unroll for loop in block.loops), default=0)
+        env = Env([], 1)
+        summary = summarise(nest, env, cores=cores, parallel=parallel)
+        add_unrolling(summary, nest, env, float(unroll))
         extra = (
             block.name.endswith("_init"), block.guarded,
-            np.log2(max((loop.unroll for loop in block.loops), default=0) + 1) * 0.1,
+            np.log2(unroll + 1) * 0.1,
             log2(parallel), log2(_extent_of(block, VECTORIZED)), log2(_extent_of(block, THREAD)),
             i / len(blocks),
         )  # fmt: skip
         rows[i] = np.concatenate(
-            [summary, describe_block(nest, work[i] / total), np.asarray(extra, dtype=np.float32)]
+            [summary[0], describe_block(nest, work[i] / total), np.asarray(extra, dtype=np.float32)]
         )
         loops[i] = _loop_rows(block, nest)
     return State(rows, loops)

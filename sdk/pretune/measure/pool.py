@@ -126,7 +126,7 @@ class MeasurePool:
             The best latency known, in seconds: a candidate more than `slow_factor` times slower is stopped
             early, and it improves with every candidate. Without it, candidates above 0.05 s are.
         serial : bool
-            Time every candidate on one thread as well: one build, a second label.
+            Time candidates that are not stopped early on one thread as well: one build, a second label.
         on_result : callable, optional
             Called with the position and result of each candidate as soon as it is known, before the next one
             is timed. If it raises, the exception passes through.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 REPEATS = 3
-REPEAT_S = 0.010
+REPEAT_S = 0.005
 """How long one repeat of a fast candidate lasts, in seconds."""
 SPEND_S = 0.25
 """Repeats of a slow candidate stop once its runs took this long in all, in seconds."""
@@ -57,7 +57,7 @@ class Build(Request, frozen=True):
 class Time(Request, frozen=True):
     """Time a built candidate and drop it. `limit` in seconds per call; infinite for none.
 
-    With `serial`, once more on one thread.
+    With `serial`, once more on one thread, unless it was slow.
     """
 
     index: int
@@ -283,7 +283,7 @@ class Worker:
                 args = self.arrays(built)
                 with self.pinned():
                     done = time_candidate(built, args, request.limit)
-                    if request.serial:
+                    if request.serial and not done.stopped_early:
                         done.serial_latencies = self.time_serially(built, args, request.limit)
                     return done
             case Repeat():

@@ -48,7 +48,7 @@ class SpaceScorer:
         first = next((i for i, step in enumerate(steps) if step.slots), len(steps))
         self.z0 = model.rollout(z0, [(step.type_id, step.features(blank)) for step in steps[:first]])[0]
         self.steps = steps[first:]
-        # An action that depends on one decision is encoded once per option.
+        # What an action that depends on one decision brings to the transition is computed once per option.
         self._tables: dict[int, tuple[int, np.ndarray]] = {}
         for i, step in enumerate(self.steps):
             if len(step.slots) == 1:
@@ -56,8 +56,13 @@ class SpaceScorer:
                 options = space.slots[slot].options
                 table = [s.options[:1].repeat(len(options), axis=0) for s in space.slots]
                 table[slot] = options
-                self._tables[i] = (slot, step.features(Env(table, len(options))))
-        self._static = {i: step.features(blank) for i, step in enumerate(self.steps) if not step.slots}
+                features = step.features(Env(table, len(options)))
+                self._tables[i] = (slot, model.action(step.type_id, features))
+        self._static = {
+            i: model.action(step.type_id, step.features(blank))
+            for i, step in enumerate(self.steps)
+            if not step.slots
+        }
 
     def score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Score candidates.
@@ -107,20 +112,21 @@ class SpaceScorer:
                 leaders = np.unique(group, return_index=True)[1]
             else:
                 leaders = np.arange(n)
-            z = self.model.step(z, step.type_id, self._features(i, rows, env, leaders))
+            z = self.model.step(z, self._action(i, rows, env, leaders))
         zT = z if len(z) == n and group[-1] == n - 1 else z[group]
         summary = self.encoder.summarise(env)
         score, embedding = self.model.rank(zT, summary, self.hardware)
         return score, np.concatenate([embedding, summary], axis=1)
 
-    def _features(self, i: int, rows: np.ndarray, env: Env, leaders: np.ndarray) -> np.ndarray:
+    def _action(self, i: int, rows: np.ndarray, env: Env, leaders: np.ndarray) -> np.ndarray:
         if i in self._static:
             return np.repeat(self._static[i], len(leaders), axis=0)
         if i in self._tables:
             slot, table = self._tables[i]
             return table[rows[leaders, slot]]
-        features = self.steps[i].features(env)
-        return features if len(leaders) == len(rows) else features[leaders]
+        step = self.steps[i]
+        features = step.features(env)
+        return self.model.action(step.type_id, features if len(leaders) == len(rows) else features[leaders])
 
 
 class TaskScorer:

@@ -3,7 +3,7 @@
 A folder holds what a hub repository of one target holds::
 
     README.md  config.json  manifest.json  model.safetensors
-    onnx/encoder.onnx  onnx/transition.onnx  onnx/ranker.onnx
+    onnx/encoder.onnx  onnx/action.onnx  onnx/transition.onnx  onnx/ranker.onnx
 
 ``config.json`` is read first, to see whether this pretune knows the format. The networks are opened only
 after they and ``config.json`` agree with the hashes of the manifest; ``model.safetensors`` is for training.
@@ -29,7 +29,7 @@ MAX_OPSET, MAX_IR = 18, 10
 """Highest ONNX operator set and IR version that are accepted. ONNX Runtime 1.22, the lowest that pretune
 installs with, loads both."""
 
-ONNX_FILES = ("onnx/encoder.onnx", "onnx/transition.onnx", "onnx/ranker.onnx")
+ONNX_FILES = ("onnx/encoder.onnx", "onnx/action.onnx", "onnx/transition.onnx", "onnx/ranker.onnx")
 ISA_LEVELS = {
     "x86_64": ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4"),
     "aarch64": ("aarch64", "aarch64-sve", "aarch64-sve2"),

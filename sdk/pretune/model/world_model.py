@@ -1,4 +1,4 @@
-"""The three networks under ONNX Runtime."""
+"""The networks under ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class WorldModel:
         self.weights = weights
         self.num_threads = num_threads
         folder = weights.path / "onnx"
-        self._encoder, self._transition, self._ranker = (
-            _session(folder / f"{name}.onnx") for name in ("encoder", "transition", "ranker")
+        self._encoder, self._action, self._transition, self._ranker = (
+            _session(folder / f"{name}.onnx") for name in ("encoder", "action", "transition", "ranker")
         )
         self._threads = ThreadPoolExecutor(num_threads, "pretune-score")
 
@@ -62,26 +62,34 @@ class WorldModel:
         }
         return self._encoder.run(None, feed)[0][0]
 
-    def step(self, z: np.ndarray, type_id: int, a: np.ndarray) -> np.ndarray:
-        """Latents after one action.
+    def action(self, type_id: int, a: np.ndarray) -> np.ndarray:
+        """What an action brings to `step`, whatever the state it is taken in.
 
         Parameters
         ----------
-        z : numpy.ndarray
-            ``[n, latent]``.
         type_id : int
             Kind of the action, a number of `features.schema.ACTION_TYPES`.
         a : numpy.ndarray
             Features of the action, ``[n, len(schema.ACTION)]``.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``[n, .]``
         """
-        return self._transition.run(None, {"z": z, "type": np.array([type_id], np.int64), "a": a})[0]
+        return self._action.run(None, {"type": np.array([type_id], np.int64), "a": a})[0]
+
+    def step(self, z: np.ndarray, action: np.ndarray) -> np.ndarray:
+        """Latents ``[n, latent]`` after one action: `z` is ``[n, latent]``, `action` from `action`."""
+        return self._transition.run(None, {"z": z, "action": action})[0]
 
     def rollout(self, z0: np.ndarray, actions: list[tuple[int, np.ndarray]]) -> np.ndarray:
-        """Latents after all actions: `z0` is ``[latent]``, each action ``(type_id, [n, features])``."""
+        """Latents after all actions: `z0` is ``[latent]``, each action ``(type_id, [n or 1, features])``."""
         n = max((len(a) for _t, a in actions), default=1)
         z = np.repeat(z0[None], n, axis=0)
         for type_id, a in actions:
-            z = self.step(z, type_id, np.ascontiguousarray(np.broadcast_to(a, (n, a.shape[1]))))
+            action = self.action(type_id, a)
+            z = self.step(z, action if len(action) == n else np.repeat(action, n, axis=0))
         return z
 
     def rank(
