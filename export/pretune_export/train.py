@@ -688,6 +688,7 @@ def describe_data(config: TrainConfig) -> DataDescription:
                 {
                     "cpu": machine["cpu"],
                     "microarch": machine["microarch"],
+                    "isa_level": machine["isa_level"],
                     "cores": int(machine["cores"]),
                     "schedules": len(members),
                     "tasks": len({m["task"] for m in members}),

@@ -57,6 +57,8 @@ class MeasuredOn(msgspec.Struct, frozen=True):
         Its microarchitecture, or the architecture of a GPU.
     cores : int
         That measured; multiprocessors of a GPU.
+    isa_level : str
+        Instruction set level that its schedules were compiled for; empty if unknown.
     l2_bytes, l3_bytes : int
         Cache sizes; 0 if unknown.
     """
@@ -67,6 +69,7 @@ class MeasuredOn(msgspec.Struct, frozen=True):
     schedules: int
     tasks: int
     days: tuple[str, ...] = ()
+    isa_level: str = ""
     l2_bytes: int = 0
     l3_bytes: int = 0
 
