@@ -154,7 +154,8 @@ def pretrain(
     _save(
         out / "pretrained.pt", sizes=sizes.to_dict(), key=key, encoder=model.net.encoder.state_dict(),
         action=model.net.action.state_dict(), transition=model.net.transition.state_dict(),
-        nest=model.nest.state_dict(), stores=model.stores.state_dict(), valid=model.valid.state_dict(), report=report,
+        nest=model.nest.state_dict(), stores=model.stores.state_dict(), valid=model.valid.state_dict(),
+        report=report,
     )  # fmt: skip
     (out / "pretrain.json").write_text(json.dumps(report, indent=1) + "\n")
     return report

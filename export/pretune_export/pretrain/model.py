@@ -95,8 +95,8 @@ def build(net: WorldModelNet, groups: list[Group], rng: np.random.Generator) -> 
     )
     with torch.no_grad():
         width = net.encoder(*pad(some[0].initial)).flatten(1).shape[1]
-    decoders = [Decoder(width, raw.mean(0), raw.std(0)) for raw in (nest, stores)]
-    return Pretrainer(net, *decoders, nn.Linear(width, 1))
+    read_nest, read_stores = (Decoder(width, raw.mean(0), raw.std(0)) for raw in (nest, stores))
+    return Pretrainer(net, read_nest, read_stores, nn.Linear(width, 1))
 
 
 def losses(model: Pretrainer, batch: Batch, config: PretrainConfig) -> dict[str, Tensor]:

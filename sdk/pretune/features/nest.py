@@ -292,7 +292,7 @@ class _Lanes:
 _N = {name: i for i, name in enumerate(NEST)}
 
 
-def log2(value: Value) -> Value:
+def log2(value: Value | np.floating) -> Value:
     """log2 of a value of at least 1, scaled by 1/8 so that features stay near one."""
     bounded = max(value, 1.0) if isinstance(value, float) else np.maximum(value, 1.0)
     return np.log2(bounded) * 0.125
