@@ -37,7 +37,7 @@ NOTES = (
 """How the two sides differ, for whoever reads the JSON."""
 
 ROUNDS = 9
-"""Turns in which the winners are timed; their medians are compared."""
+"""Turns in which the winners are timed; the fastest of each counts, since a busy machine only slows them."""
 
 FAR_BEHIND = 5.0
 """An untuned program this many times slower than the winner keeps the latency of its first measurement."""
@@ -330,7 +330,7 @@ class _Row:
     def _in_turns(
         self, mods: Mapping[str, Any], default: float | None, best: float | None
     ) -> dict[str, float | None]:
-        """Median latency of each side; None if it failed. A program that two sides share is timed once.
+        """Fastest turn of each side; None if it failed. A program that two sides share is timed once.
 
         `default` and `best` are what was measured before: an untuned program that failed or is far behind
         keeps that, since a turn of it may take seconds.
@@ -343,11 +343,11 @@ class _Row:
         if slow and list(keys.values()).count(keys["default"]) == 1:
             del programs[keys["default"]]
         timed = self.pool.interleave(list(programs.values()), rounds=ROUNDS)
-        medians = {
-            key: statistics.median(measured.latencies) if measured.ok else None
+        fastest = {
+            key: measured.latency if measured.ok else None
             for key, measured in zip(programs, timed, strict=True)
         }
-        return {side: medians.get(key, default) for side, key in keys.items()}
+        return {side: fastest.get(key, default) for side, key in keys.items()}
 
     def _once(self, task: Task) -> float | None:
         """Latency of the untuned program where pretune has not measured it; None if it fails."""
