@@ -282,8 +282,9 @@ def test_an_evaluation_has_all_parts(root, evaluation):
     assert scaling[2:] == [("tasks", 16, 384), ("schedules", 16, 384)]
     assert [r["trials"] for r in evaluation["search"]] == [0, 64]
     fidelity = evaluation["fidelity"]
-    assert len(fidelity["rows"]) == 4 and set(fidelity["baselines"]) == {"xgboost-regression"}
-    whole = evaluation["baselines"]["xgboost-regression"]["validation"]  # of the same four tasks
+    assert len(fidelity["rows"]) == evaluation["validation"]["tasks"] >= 4
+    assert set(fidelity["baselines"]) == {"xgboost-regression"}
+    whole = evaluation["baselines"]["xgboost-regression"]["validation"]  # of the same tasks
     assert fidelity["baselines"]["xgboost-regression"]["kendall"] == pytest.approx(whole["kendall"])
     assert evaluation["ablations"]["no transition"]["top1"] == 0.4
     image = np.asarray(Image.open(root / "run" / "evaluation.png").convert("L"))

@@ -368,7 +368,7 @@ def test_with_xet(tmp_path, folder, monkeypatch):
         from pretune.hub.push import push
 
         pushed = push(Hub(server.url, "writer"), folder, REPO)
-        assert not list((tmp_path / "xet" / "lfs").iterdir()) and len(server.xet_hashes()) == 5
+        assert not list((tmp_path / "xet" / "lfs").iterdir()) and len(server.xet_hashes()) == 6
         item = pull_weights(Hub(server.url), REPO, "v1")
         assert item.record.revision == pushed.revision
         pulled(item)

@@ -31,6 +31,9 @@ LOCAL = 0.25
 
 NEIGHBOURS = 512
 
+FEWEST = 8
+"""Candidates looked through as if that many were wanted, at least."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -112,14 +115,15 @@ class TaskSearch:
 
         `explore` is what the pools were scored with.
         """
-        order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * n)]
+        several = max(n, FEWEST)  # where one is wanted, TVM may refuse many before it
+        order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * several)]
         order.sort(key=lambda item: -item[0])
-        bar = order[min(len(order), 8 * n) - 1][0] if order else 0.0
+        bar = order[min(len(order), 8 * several) - 1][0] if order else 0.0
         failures = 0
         postponed: list[tuple[float, int, int]] = []
         for apart in (True, False) if spread else (False,):
             for item in order if apart or not spread else postponed:
-                if len(out) >= n or failures > 20 * n:
+                if len(out) >= n or failures > 20 * several:
                     break
                 _value, k, i = item
                 row = pools[k].rows[i]
