@@ -374,7 +374,7 @@ def onnx(config: Path, run: Path, out: Path) -> None:
     found = describe_data(settings)
     evaluation = run / "evaluation.json"
     quality = json.loads(evaluation.read_text())["mean"] if evaluation.exists() else {}
-    command = f"pretune-export make {config} {run} {out}"
+    command = f"pretune-export make {config} RUN {out}"
     export_weights(
         load_best(run, settings), out, name=out.name, covers=found.covers, measured_on=found.measured_on,
         quality=quality, provenance={**found.provenance, "command": command, "config": config.read_text()},
