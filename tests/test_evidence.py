@@ -8,30 +8,16 @@ import json
 import shutil
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
-from click.testing import CliRunner
+
+from commands import config_of, invoke
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("xgboost")
 
 PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "datasets" / "cpu-x86-64-v4"
 MACHINE = "rocketlake-2"
-
-
-def invoke(*args, status=0):
-    from pretune_export.cli import main
-
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    assert result.exit_code == status, result.output
-    return result
-
-
-def config_of(root, **changes):
-    from pretune_export.cli import _config
-
-    return msgspec.structs.replace(_config(root / "config.toml"), **changes)
 
 
 def write_part(out, training=16, schedules=24):

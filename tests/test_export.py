@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 import tvm
-from click.testing import CliRunner
 
+from commands import config_of, invoke
 from programs import TARGET, conv2d_relu, matmul
 
 torch = pytest.importorskip("torch")
@@ -31,20 +31,6 @@ def corpus_task(mod, name, split, network):
 
 def write_corpus(path, *tasks):
     path.write_bytes(b"".join(msgspec.json.encode(task) + b"\n" for task in tasks))
-
-
-def invoke(*args, status=0):
-    from pretune_export.cli import main
-
-    result = CliRunner().invoke(main, [str(arg) for arg in args])
-    assert result.exit_code == status, result.output
-    return result
-
-
-def config_of(root, **changes):
-    from pretune_export.cli import _config
-
-    return msgspec.structs.replace(_config(root / "config.toml"), **changes)
 
 
 @pytest.fixture(scope="module")

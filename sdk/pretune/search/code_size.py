@@ -15,8 +15,8 @@ FAR, FAR_COST = 4, 16.0
 program itself has written: LLVM looks for the store that each of them comes from."""
 
 MOST_CODE = 12_000.0
-"""Of the first 14 645 candidates of ``hub_cards/datasets/cpu-x86-64-v4`` 31 took longer than 8 s to build: 22 of
-them are larger, and so is one of the 1 063 within 10 % of the best of their task. It was fitted on these.
+"""Of the first 14 645 candidates of ``hub_cards/datasets/cpu-x86-64-v4`` 31 took longer than 8 s to build: 22
+of them are larger, and so is one of the 1 063 within 10 % of the best of their task. It was fitted on these.
 Of 8 on other tasks that took longer than 6 s, 3 are larger, and so is one of 431 good ones."""
 
 
