@@ -283,7 +283,7 @@ def test_the_card_is_one_the_hub_reads(made):
     text = " ".join(card.text.split())
     assert "layers of 1 networks and of 1 layer kinds of a first set." in text
     assert "Validation networks chose the epoch, so their figures flatter" in text
-    command = f"pretune-export make {made}/config.toml {made}/run {made}/cpu-x86-64-v3"
+    command = f"pretune-export make {made}/config.toml RUN {made}/cpu-x86-64-v3"
     assert f"Trained by `{command}`" in text
 
 
