@@ -55,7 +55,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(root):
-    from pretune_export.train import load_data
+    from pretune_export.encoded import load_data
 
     return load_data(config_of(root), root / "run" / "encoded.pickle")
 

@@ -176,7 +176,7 @@ def test_machines_share_a_dataset(made, tmp_path):
 
 def test_test_tasks_are_trained_on_nowhere(made, tmp_path):
     from pretune.errors import OptionError
-    from pretune_export.train import load_data
+    from pretune_export.encoded import load_data
 
     rewrite(made, tmp_path / "leak", "here", "b", split="test")
     with pytest.raises(OptionError, match=r"1 tasks of .*leak are in a dataset to train on as well"):
@@ -188,7 +188,7 @@ def test_test_tasks_are_trained_on_nowhere(made, tmp_path):
 
 
 def test_what_another_dataset_validates_with_is_not_trained_on(made, tmp_path, capsys):
-    from pretune_export.train import _choose_tasks
+    from pretune_export.encoded import _choose_tasks
 
     ids = rewrite(made, tmp_path, "second", "ad", split="train")
     chosen = _choose_tasks(config_of(made, datasets=[f"{made}/data", str(tmp_path)], test_datasets=[]))
@@ -200,7 +200,8 @@ def test_what_another_dataset_validates_with_is_not_trained_on(made, tmp_path, c
 
 def test_a_run_of_other_data_starts_anew(made, tmp_path, capsys):
     from pretune.errors import OptionError
-    from pretune_export.train import load_best, load_data, train
+    from pretune_export.encoded import load_data
+    from pretune_export.train import load_best, train
 
     data, run = tmp_path / "data", tmp_path / "run"
     shutil.copytree(made / "data", data)
@@ -245,8 +246,9 @@ def test_the_sdk_runs_what_was_exported(made):
 def test_torch_and_onnx_score_a_trajectory_alike(made):
     """The rollout in torch, as trained, against the one the SDK runs."""
     from pretune.model import WorldModel, load_weights
+    from pretune_export.batches import make_batch
+    from pretune_export.encoded import load_data
     from pretune_export.onnx import load_net
-    from pretune_export.train import load_data, make_batch
 
     data = load_data(config_of(made), made / "run" / "encoded.pickle")
     net = load_net(made / "cpu-x86-64-v3")
@@ -295,7 +297,7 @@ def test_the_manifest_lists_every_file(made):
 
 
 def test_the_ranking_loss_prefers_the_right_order():
-    from pretune_export.train import ranking_loss
+    from pretune_export.losses import ranking_loss
 
     target = torch.tensor([0.0, -0.5, -2.0, 0.0, -1.0])
     task = torch.tensor([0, 0, 0, 1, 1])

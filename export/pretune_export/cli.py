@@ -267,7 +267,7 @@ def pretrain(config: Path, shards: Path, run: Path, processes: int, minutes: flo
 def _config(path: Path, type_: Any = None) -> Any:
     import msgspec
 
-    from pretune_export.train import TrainConfig
+    from pretune_export.config import TrainConfig
 
     try:
         return msgspec.toml.decode(path.read_bytes(), type=type_ or TrainConfig)

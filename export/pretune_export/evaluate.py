@@ -17,23 +17,17 @@ import numpy as np
 import torch
 
 from pretune.errors import OptionError
+from pretune_export.batches import make_batch
+from pretune_export.config import TrainConfig
 from pretune_export.dataset import TaskData
+from pretune_export.encoded import Machine, data_key, load_data
 from pretune_export.evidence.fidelity import FIGURES, MANY, TASKS, fidelity, with_many_schedules
 from pretune_export.evidence.plots import draw
 from pretune_export.evidence.ranking import judge, rankable
 from pretune_export.evidence.scaling import count
 from pretune_export.evidence.search import summarise
 from pretune_export.nets import WorldModelNet
-from pretune_export.train import (
-    ENOUGH,
-    Machine,
-    TrainConfig,
-    data_key,
-    load_best,
-    load_data,
-    make_batch,
-    score_task,
-)
+from pretune_export.train import ENOUGH, load_best, score_task
 
 
 @torch.no_grad()

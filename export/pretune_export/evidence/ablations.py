@@ -11,23 +11,14 @@ import numpy as np
 import torch
 
 from pretune.bench.stats import spearman
+from pretune_export.batches import make_batch
+from pretune_export.config import ABLATIONS, TrainConfig
 from pretune_export.dataset import TaskData
+from pretune_export.encoded import Machine, load_data
 from pretune_export.evidence.ranking import judge
+from pretune_export.losses import predict, rank
 from pretune_export.nets import WorldModelNet
-from pretune_export.train import (
-    ABLATIONS,
-    ENOUGH,
-    Machine,
-    TrainConfig,
-    load_best,
-    load_data,
-    make_batch,
-    predict,
-    rank,
-    score_task,
-    top_k,
-    train,
-)
+from pretune_export.train import ENOUGH, load_best, score_task, top_k, train
 
 
 def ablate(config: TrainConfig, run: Path, *, epochs: int) -> dict[str, dict[str, float]]:

@@ -14,9 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pretune_export.config import TrainConfig
 from pretune_export.dataset import TaskData
+from pretune_export.encoded import load_data
 from pretune_export.evidence.ranking import judge
-from pretune_export.train import TrainConfig, load_best, load_data, score_task, train
+from pretune_export.train import load_best, score_task, train
 
 
 def subset(

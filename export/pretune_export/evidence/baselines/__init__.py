@@ -29,13 +29,14 @@ from typing import Any
 
 import torch
 
+from pretune_export.config import TrainConfig
 from pretune_export.dataset import read_machines
+from pretune_export.encoded import Data, data_key, load_data
 from pretune_export.evidence.baselines.config import BaselineConfig
 from pretune_export.evidence.baselines.networks import train_tenset, train_tlp
 from pretune_export.evidence.baselines.trees import grow
 from pretune_export.evidence.ranking import Scorer, judge, rankable
 from pretune_export.evidence.stores import Stores, load_stores
-from pretune_export.train import Data, TrainConfig, data_key, load_data
 
 BASELINES: dict[str, Callable[[Data, Stores, BaselineConfig], tuple[Scorer, dict[str, Any]]]] = {
     "xgboost-metaschedule": functools.partial(grow, "metaschedule"),

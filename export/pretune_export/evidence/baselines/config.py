@@ -22,7 +22,7 @@ class BaselineConfig:
     depth, eta, subsample, columns : int, float
         Of the trees on pooled features; MetaSchedule's cost model keeps its own (`XGBConfig`).
     epochs, tasks_per_batch, candidates_per_task, learning_rate, weight_decay, regression
-        As in `pretune_export.train.TrainConfig`.
+        As in `pretune_export.config.TrainConfig`.
     mlp_hidden, tlp_hidden, tlp_heads : int
     """
 

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from pretune.features.schema import ACTION, ACTION_TYPES, ANNOTATION, DECISION
 from pretune.hardware.hardware import VECTOR_SIZE
 from pretune_export.dataset import Group, TaskData
+from pretune_export.encoded import Data, Machine
 from pretune_export.evidence.baselines.config import BaselineConfig, quality
 from pretune_export.evidence.ranking import Scorer, slowdowns
 from pretune_export.evidence.stores import WIDTH, Stores, candidate_keys
-from pretune_export.train import Data, Machine, ranking_loss
+from pretune_export.losses import ranking_loss
 
 Inputs = Callable[[Group, np.ndarray], list[np.ndarray]]
 """Rows ``[r, features]`` of each of the chosen candidates (indices) of a group."""

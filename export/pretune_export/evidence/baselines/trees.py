@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretune_export.dataset import TaskData
+from pretune_export.encoded import Data, Machine
 from pretune_export.evidence.baselines.config import BaselineConfig, quality
 from pretune_export.evidence.ranking import Scorer, slowdowns
 from pretune_export.evidence.stores import WIDTH, Stores, candidate_keys
-from pretune_export.train import Data, Machine
 
 if TYPE_CHECKING:
     import xgboost

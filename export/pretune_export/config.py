@@ -1,0 +1,70 @@
+"""What training depends on."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Everything a training run depends on. Files in ``configs/`` hold one each.
+
+    Attributes
+    ----------
+    datasets : list of str
+        Dataset folders: their training tasks are trained on, their validation tasks choose the epoch.
+    test_datasets : list of str
+        Dataset folders that only `evaluate` reads.
+    isa_level : str
+        The instruction set level that the weights are for; by default the lowest of the datasets. What was
+        measured at other levels is trained on too, but chooses no epoch.
+    epochs, tasks_per_batch, candidates_per_task : int
+    learning_rate, weight_decay : float
+    states_per_candidate : int
+        Real intermediate states per trajectory, beside the final one.
+    candidates_with_states : int
+        Candidates per task whose real states are read.
+    align, contrast, decode, true_rank : float
+        Weights of the losses beside the ranking of predicted latents.
+    regression : float
+        Weight of the scale of the scores within the ranking loss; infinite for regression alone.
+    pretrained : str
+        ``pretrained.pt`` of ``pretune-export pretrain``: encoder and transition to start from, if any.
+    average : float
+        Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
+    without : str
+        One part to leave out, to see what it is worth (`ABLATIONS`).
+    """
+
+    datasets: list[str]
+    test_datasets: list[str] = msgspec.field(default_factory=list)
+    isa_level: str = ""
+    epochs: int = 40
+    tasks_per_batch: int = 8
+    candidates_per_task: int = 48
+    learning_rate: float = 2e-3
+    weight_decay: float = 1e-4
+    states_per_candidate: int = 2
+    candidates_with_states: int = 16
+    align: float = 1.0
+    contrast: float = 0.1
+    decode: float = 0.5
+    true_rank: float = 0.5
+    regression: float = 0.3
+    pretrained: str = ""
+    average: float = 0.995
+    without: str = ""
+    seed: int = 0
+    threads: int = 2
+    validate_every: int = 2
+    sizes: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+ABLATIONS = {
+    "transition": "no transition: the ranker sees the initial state",
+    "actions": "no action features in the ranker",
+    "state": "no program state in the ranker",
+    "hardware": "no hardware vector",
+    "ranking": "regression instead of ranking",
+    "rollouts": "single steps instead of rollouts",
+}
+"""Parts that `TrainConfig.without` can leave out."""
