@@ -229,7 +229,8 @@ def test_the_sdk_runs_what_was_exported(made):
     from pretune.hardware import detect, hardware_for_target
     from pretune.model import TaskScorer, WorldModel, load_weights
     from pretune.space import TaskSpace
-    from pretune_export.onnx import check_parity, load_net
+    from pretune_export.nets import load_net
+    from pretune_export.onnx import check_parity
 
     folder = made / "cpu-x86-64-v3"
     weights = load_weights(folder)
@@ -248,7 +249,7 @@ def test_torch_and_onnx_score_a_trajectory_alike(made):
     from pretune.model import WorldModel, load_weights
     from pretune_export.batches import make_batch
     from pretune_export.encoded import load_data
-    from pretune_export.onnx import load_net
+    from pretune_export.nets import load_net
 
     data = load_data(config_of(made), made / "run" / "encoded.pickle")
     net = load_net(made / "cpu-x86-64-v3")

@@ -29,6 +29,9 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Weight of the scale of the scores within the ranking loss; infinite for regression alone.
     pretrained : str
         ``pretrained.pt`` of ``pretune-export pretrain``: encoder and transition to start from, if any.
+    base : str
+        Weights folder whose networks are to be fine-tuned, if any: all of them, with their sizes and the
+        spread of their inputs.
     average : float
         Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
     without : str
@@ -51,6 +54,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     true_rank: float = 0.5
     regression: float = 0.3
     pretrained: str = ""
+    base: str = ""
     average: float = 0.995
     without: str = ""
     seed: int = 0

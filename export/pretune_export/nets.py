@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -182,3 +184,13 @@ class WorldModelNet(nn.Module):
             z = torch.where(mask[:, t, None], self.transition(z, action), z)
             zs.append(z)
         return zs
+
+
+def load_net(folder: Path) -> WorldModelNet:
+    """The networks of a weights folder."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    net = WorldModelNet(Sizes(**config["sizes"]))
+    net.load_state_dict(load_file(folder / "model.safetensors"))
+    return net.eval()

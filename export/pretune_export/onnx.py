@@ -13,14 +13,14 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from pretune.features.schema import ACTION, SCHEMA_VERSION, STATE_BLOCK, STATE_LOOP, SUMMARY
 from pretune.features.state import MAX_LOOPS
 from pretune.hardware.hardware import VECTOR_SIZE
 from pretune.hub.validate import write_reference
 from pretune.model.weights import FORMAT_VERSION, MAX_IR, MAX_OPSET
-from pretune_export.nets import Sizes, WorldModelNet
+from pretune_export.nets import WorldModelNet
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime, relative to the largest output."""
@@ -98,14 +98,6 @@ def write_manifest(out: Path, provenance: dict[str, Any]) -> None:
         }
     manifest = {"files": files, "provenance": provenance}
     (out / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def load_net(folder: Path) -> WorldModelNet:
-    """The torch networks of a weights folder."""
-    config = json.loads((folder / "config.json").read_text())
-    net = WorldModelNet(Sizes(**config["sizes"]))
-    net.load_state_dict(load_file(folder / "model.safetensors"))
-    return net.eval()
 
 
 def _example(n: int, blocks: int) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pretune_export.config import TrainConfig
 from pretune_export.dataset import TaskData, read_parquet
 from pretune_export.encoded import Data, Machine, data_key, load_data
 from pretune_export.losses import Decoder, losses, predict
-from pretune_export.nets import Sizes, WorldModelNet
+from pretune_export.nets import Sizes, WorldModelNet, load_net
 from pretune_export.pretrain import load_pretrained
 
 NO_MATTER = ("threads", "datasets", "test_datasets")
@@ -35,6 +36,9 @@ def run_key(config: TrainConfig) -> str:
     settings = {name: v for name, v in msgspec.to_builtins(config).items() if name not in NO_MATTER}
     if config.pretrained:
         settings["pretrained"] = hashlib.sha256(Path(config.pretrained).read_bytes()).hexdigest()
+    if settings.pop("base"):
+        networks = Path(config.base) / "model.safetensors"
+        settings["base"] = hashlib.sha256(networks.read_bytes()).hexdigest()
     text = json.dumps([data_key(config, config.datasets), settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -90,6 +94,11 @@ def validate(
     }
 
 
+def merit(quality: Mapping[str, float]) -> float:
+    """What epochs and weights are compared by: the good end of the ranking counts most."""
+    return quality["top1"] + quality["top5"] + 0.5 * quality["spearman"]
+
+
 def fit_inputs(net: WorldModelNet, data: Data) -> None:
     """Standardise the networks' inputs by the training tasks: actions, initial and real states, summaries."""
     groups = [g for task in data.train for g in task.groups]
@@ -105,21 +114,31 @@ def fit_inputs(net: WorldModelNet, data: Data) -> None:
 
 
 def train(
-    config: TrainConfig, out: Path, *, cache: Path | None = None, deadline: float = float("inf")
+    config: TrainConfig,
+    out: Path,
+    *,
+    cache: Path | None = None,
+    deadline: float = float("inf"),
+    on_epoch: Callable[[dict[str, Any]], None] = print,
 ) -> dict[str, Any]:
     """Train and write ``best.pt`` and ``log.jsonl`` to `out`.
 
     Continues from ``last.pt`` if that is of the same configuration and data; else `out` starts anew.
+    `on_epoch` is called with each line of the log.
     """
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
     out.mkdir(parents=True, exist_ok=True)
     data = load_data(config, cache)
-    sizes = Sizes(**config.sizes)
-    net, decoder = WorldModelNet(sizes), Decoder(sizes)
-    fit_inputs(net, data)
+    if config.base:
+        net = load_net(Path(config.base)).train()
+    else:
+        net = WorldModelNet(Sizes(**config.sizes))
+        fit_inputs(net, data)
     if config.pretrained:
         load_pretrained(Path(config.pretrained), net)
+    sizes = net.sizes
+    decoder = Decoder(sizes)
     optimizer = torch.optim.AdamW(
         [*net.parameters(), *decoder.parameters()], lr=config.learning_rate, weight_decay=config.weight_decay
     )
@@ -180,7 +199,7 @@ def train(
         if (epoch + 1) % config.validate_every == 0 or done:
             quality = validate(average.module, data.validation, data.machines, config.without)
             line |= {f"validation_{k}": round(v, 4) for k, v in quality.items()}
-            value = quality["top1"] + quality["top5"] + 0.5 * quality["spearman"]
+            value = merit(quality)
             if value > best["value"]:
                 best = {"value": value, "epoch": epoch + 1, **quality}
                 torch.save(
@@ -189,7 +208,7 @@ def train(
                 )
         with (out / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(line, flush=True)
+        on_epoch(line)
         torch.save(
             {
                 "net": net.state_dict(), "average": average.state_dict(), "decoder": decoder.state_dict(),

@@ -175,7 +175,7 @@ def _in_torch(folder: Path, inputs: dict[str, dict[str, np.ndarray]]) -> dict[st
         return None
     import torch
 
-    from pretune_export.onnx import load_net
+    from pretune_export.nets import load_net
 
     net = load_net(folder)
     found = {}
