@@ -1,4 +1,4 @@
-"""Whether the machine was busy, told from how far the repeats of a candidate differ."""
+"""Whether the machine was busy, told from how far the repeats of a candidate, or calibrations, differ."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ LEAST_TRIALS = 6
 
 LEAST_SHARE = 0.05
 """As many tasks as that may be noisy on a quiet machine."""
+
+MAX_DRIFT = 0.10
+"""What is measured between two calibrations is suspect if the kernel's time moves by a larger fraction."""
 
 
 def spread(latencies: Sequence[float]) -> float:
