@@ -101,7 +101,7 @@ def test_a_task_measured_twice_is_read_once(tmp_path):
     (tmp_path / "measured.jsonl").write_text("\n".join([row(1.0, 1), row(2.0, 2), row(3.0, 3)[:20]]))
     collector = Collector(TARGET, tmp_path, CollectOptions(), pool=None)
     for again in (row(4.0, 1), row(5.0, 2, drift=1.5)):
-        collector._append("measured.jsonl", json.loads(again))
+        collector.append("measured.jsonl", json.loads(again))
     spaces, rows = read_collected([tmp_path])
     assert spaces == {"t": [[]]}
     # The last of the first candidate counts; of the second, the one that did not see the machine slow.

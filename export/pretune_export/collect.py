@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 MAX_DRIFT = 0.10
 """A batch is dropped when the calibration kernel's time moves by more than this fraction."""
 
+PENDING = "pending.jsonl"
+"""Holds the rows of the batch that is being measured."""
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
 
 @dataclass
 class CollectOptions:
@@ -77,6 +84,8 @@ class Collector:
     pool : MeasurePool
     propose : callable, optional
         ``(task_space, n, rng) -> [(space, row), ...]``: candidates of a model, for every other round.
+    say : callable
+        Told about progress, a line at a time.
     """
 
     target: Target
@@ -84,6 +93,7 @@ class Collector:
     options: CollectOptions
     pool: MeasurePool
     propose: Callable[..., list[tuple[int, np.ndarray]]] | None = None
+    say: Callable[[str], None] = _say
     _done: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -92,8 +102,11 @@ class Collector:
             if not file.read_bytes().endswith(b"\n"):  # Torn by a killed run: the next line is to be whole.
                 with file.open("a") as end:
                     end.write("\n")
-        for line in _lines(self.out / "done.jsonl"):
+        for line in read_lines(self.out / "done.jsonl"):
             self._done.add(line["task"])
+        for row in read_lines(self.out / PENDING):  # Of a run that was stopped in the middle of a batch.
+            self.append("measured.jsonl", row)
+        (self.out / PENDING).unlink(missing_ok=True)
 
     def run(self, tasks: Sequence[CorpusTask], deadline: float = float("inf")) -> int:
         """Measure `tasks` until done or until `deadline` (``time.time()``); returns the number of candidates.
@@ -115,15 +128,12 @@ class Collector:
             except PretuneError:
                 raise  # A dead pool: every other task would fail too.
             except Exception as error:  # One task that TVM cannot handle costs one task.
-                self._append("failed.jsonl", {"task": task.id, "error": repr(error)[:500]})
+                self.append("failed.jsonl", {"task": task.id, "error": repr(error)[:500]})
                 measured = 0
-            self._append("done.jsonl", {"task": task.id, "measured": measured})
+            self.append("done.jsonl", {"task": task.id, "measured": measured})
             self._done.add(task.id)
             count += measured
-            print(
-                f"{n + 1}/{len(tasks)} {task.name[:48]} {measured} in {time.time() - started:.1f} s",
-                flush=True,
-            )
+            self.say(f"{n + 1}/{len(tasks)} {task.name[:48]} {measured} in {time.time() - started:.1f} s")
         return count
 
     def task(self, task: CorpusTask) -> int:
@@ -133,7 +143,7 @@ class Collector:
         space = TaskSpace.generate(tvm.ir.load_json(task.mod), self.target)
         if space.is_trivial:
             return 0
-        self._append("spaces.jsonl", {"task": task.id, "spaces": [s.insts for s in space.spaces]})
+        self.append("spaces.jsonl", {"task": task.id, "spaces": [s.insts for s in space.spaces]})
         seen: dict[int, float] = {}
         elite: list[tuple[float, int, np.ndarray]] = []
         written = 0
@@ -151,49 +161,70 @@ class Collector:
             if not batch:
                 break
             best = min((e[0] for e in elite), default=None)
-            results, calibration = self._measure([c for c, _ in batch], best)
-            stamp = datetime.now(UTC).isoformat(timespec="seconds")
+            results = self.measure(task.id, policy, [c for c, _ in batch], best)
             for (candidate, row), result in zip(batch, results, strict=True):
                 seen[candidate.shash] = result.latency
                 if result.ok:
                     elite.append((result.latency, candidate.space, row))
-                self._append(
-                    "measured.jsonl",
-                    {
-                        "task": task.id,
-                        "space": candidate.space,
-                        "decisions": [d.tolist() for d in candidate.decisions],
-                        "ok": result.ok,
-                        "latencies": list(result.latencies),
-                        "serial_latencies": list(result.serial_latencies),
-                        "error_kind": result.error_kind,
-                        "build_s": round(result.build_s, 4),
-                        "policy": policy,
-                        "calibration": calibration,
-                        "time": stamp,
-                    },
-                )
-                written += 1
+            written += len(batch)
             elite.sort(key=lambda e: e[0])
         return written
 
-    def _measure(self, batch: list[Candidate], best: float | None) -> tuple[list[Measured], list[float]]:
-        """Measure a batch between two calibrations; again, up to twice, if the machine's speed moved."""
+    def measure(
+        self, task: str, policy: str, batch: Sequence[Candidate], best: float | None
+    ) -> list[Measured]:
+        """Measure candidates of a task between two calibrations, and append a row for each.
+
+        If the machine's speed moved meanwhile, all are measured again, up to twice. What a run that is killed
+        has measured of a batch is taken over by the next one.
+
+        Parameters
+        ----------
+        task : str
+            Its id.
+        policy : str
+            How the candidates were chosen.
+        batch : sequence of Candidate
+        best : float or None
+            Best latency of the task so far, in seconds.
+        """
+
+        def row(i: int, result: Measured) -> dict[str, Any]:
+            return {
+                "task": task,
+                "space": batch[i].space,
+                "decisions": [d.tolist() for d in batch[i].decisions],
+                "ok": result.ok,
+                "latencies": list(result.latencies),
+                "serial_latencies": list(result.serial_latencies),
+                "error_kind": result.error_kind,
+                "build_s": round(result.build_s, 4),
+                "policy": policy,
+                "calibration": [before, after],
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+
         for attempt in range(3):
-            before = self.pool.calibrate()
+            (self.out / PENDING).unlink(missing_ok=True)
+            before = after = self.pool.calibrate()
             results = self.pool.measure(
                 [c.mod for c in batch],
                 best=best,
                 slow_factor=self.options.slow_factor,
                 serial=self.options.serial,
+                on_result=lambda i, result: self.append(PENDING, row(i, result)),
             )
             after = self.pool.calibrate()
             if abs(after / before - 1) <= MAX_DRIFT or attempt == 2:
                 break
-            print(f"calibration moved by {after / before - 1:+.0%}: batch measured again", flush=True)
-        return results, [before, after]
+            self.say(f"calibration moved by {after / before - 1:+.0%}: batch measured again")
+        for i, result in enumerate(results):
+            self.append("measured.jsonl", row(i, result))
+        (self.out / PENDING).unlink(missing_ok=True)
+        return results
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Append a line to a file of the folder."""
         with (self.out / name).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -234,7 +265,8 @@ def materialise(
     return batch
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of a file that a `Collector` wrote; none if there is no file."""
     if not path.exists():
         return
     with path.open() as file:
@@ -253,9 +285,9 @@ def read_collected(folders: Sequence[Path]) -> tuple[dict[str, list], list[dict[
     spaces: dict[str, list] = {}
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
     for folder in folders:
-        for line in _lines(folder / "spaces.jsonl"):
+        for line in read_lines(folder / "spaces.jsonl"):
             spaces[line["task"]] = line["spaces"]
-        for row in _lines(folder / "measured.jsonl"):
+        for row in read_lines(folder / "measured.jsonl"):
             before, after = row["calibration"]
             if row["task"] in spaces and abs(after / before - 1) <= MAX_DRIFT:
                 rows[row["task"], row["space"], json.dumps(row["decisions"])] = row

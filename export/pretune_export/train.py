@@ -113,13 +113,17 @@ def fit_inputs(net: WorldModelNet, data: Data) -> None:
     net.fit_inputs(*(torch.from_numpy(a) for a in arrays))
 
 
+def _say(line: dict[str, Any]) -> None:
+    print(line, flush=True)
+
+
 def train(
     config: TrainConfig,
     out: Path,
     *,
     cache: Path | None = None,
     deadline: float = float("inf"),
-    on_epoch: Callable[[dict[str, Any]], None] = print,
+    on_epoch: Callable[[dict[str, Any]], None] = _say,
 ) -> dict[str, Any]:
     """Train and write ``best.pt`` and ``log.jsonl`` to `out`.
 
