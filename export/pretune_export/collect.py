@@ -20,6 +20,7 @@ import numpy as np
 import tvm
 
 from pretune.errors import PretuneError
+from pretune.measure.noise import MAX_DRIFT
 from pretune.measure.pool import MeasurePool
 from pretune.space import Candidate, TaskSpace
 
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
     from pretune.measure.result import Measured
     from pretune_export.networks import CorpusTask
-
-MAX_DRIFT = 0.10
-"""A batch is dropped when the calibration kernel's time moves by more than this fraction."""
 
 PENDING = "pending.jsonl"
 """Holds the rows of the batch that is being measured."""
@@ -86,6 +84,11 @@ class Collector:
         ``(task_space, n, rng) -> [(space, row), ...]``: candidates of a model, for every other round.
     say : callable
         Told about progress, a line at a time.
+
+    Attributes
+    ----------
+    done : set of str
+        Ids of the tasks that need no more.
     """
 
     target: Target
@@ -94,7 +97,7 @@ class Collector:
     pool: MeasurePool
     propose: Callable[..., list[tuple[int, np.ndarray]]] | None = None
     say: Callable[[str], None] = _say
-    _done: set[str] = field(default_factory=set)
+    done: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +106,7 @@ class Collector:
                 with file.open("a") as end:
                     end.write("\n")
         for line in read_lines(self.out / "done.jsonl"):
-            self._done.add(line["task"])
+            self.done.add(line["task"])
         for row in read_lines(self.out / PENDING):  # Of a run that was stopped in the middle of a batch.
             self.append("measured.jsonl", row)
         (self.out / PENDING).unlink(missing_ok=True)
@@ -118,7 +121,7 @@ class Collector:
         """
         count = 0
         for n, task in enumerate(tasks):
-            if task.id in self._done:
+            if task.id in self.done:
                 continue
             if time.time() > deadline:
                 break
@@ -131,7 +134,7 @@ class Collector:
                 self.append("failed.jsonl", {"task": task.id, "error": repr(error)[:500]})
                 measured = 0
             self.append("done.jsonl", {"task": task.id, "measured": measured})
-            self._done.add(task.id)
+            self.done.add(task.id)
             count += measured
             self.say(f"{n + 1}/{len(tasks)} {task.name[:48]} {measured} in {time.time() - started:.1f} s")
         return count

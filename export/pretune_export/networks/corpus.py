@@ -143,14 +143,15 @@ def build_suite(suite: Path, out: Path, target: Target) -> int:
     """
     merged: dict[str, CorpusTask] = {}
     for name, task in suite_tasks(suite, target):
-        line = _line(task, name, "test", target)
+        line = corpus_task(task, name, "test", target)
         merged[line.id] = join(merged.get(line.id), line, name, "test")
     out.parent.mkdir(parents=True, exist_ok=True)
     _write(out, merged.values())
     return len(merged)
 
 
-def _line(task: Task, network: str, split: str, target: Target) -> CorpusTask:
+def corpus_task(task: Task, network: str, split: str, target: Target) -> CorpusTask:
+    """A task as a line of a corpus file; its design spaces for `target` are made to count decisions."""
     import tvm
 
     try:
@@ -381,7 +382,7 @@ def _export(network: Network, target: Target, part: Path, timeout: int, sender: 
     resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 5))
     torch.set_num_threads(1)
     try:
-        _write(part, [_line(task, network.name, "", target) for task in tasks_of(network, target)])
+        _write(part, [corpus_task(task, network.name, "", target) for task in tasks_of(network, target)])
         sender.send(None)
     except Exception as error:
         text = " ".join(str(error).split())

@@ -145,7 +145,7 @@ def find_weights(hardware: Hardware, explicit: Path | str | None = None, *, pull
         considered = _with_pulled(hardware, considered)
     if considered and considered[0].verdict.accepted:
         best = considered[0]
-        return _with_notice(_load(best.offer, best.verdict.described), best.verdict)
+        return _with_notice(load_offer(best.offer, best.verdict.described), best.verdict)
     raise WeightsError(uncovered(hardware, considered))
 
 
@@ -273,7 +273,8 @@ def published(hub: Hub) -> list[Offer]:
     return offers
 
 
-def _load(offer: Offer, why: str) -> Weights:
+def load_offer(offer: Offer, why: str) -> Weights:
+    """Load weights that are on this machine; see `pretune.model.weights.load_weights`."""
     item = cache.find(offer.repo, offer.revision) if offer.source == "cache" else None
     return cache.load(item, why) if item else load_weights(offer.path, why)
 
