@@ -171,7 +171,9 @@ def test_a_suite_that_is_none(tmp_path):
     assert "defines no SUBGRAPHS" in refuse("bench", "search", "--suite", suite, status=2)
     suite.write_text("import does_not_exist")
     assert "cannot be run: ModuleNotFoundError" in refuse("bench", "search", "--suite", suite, status=2)
-    assert "--seeds 1 or more" in refuse("bench", "search", "--suite", suite, "--seeds", "0", status=2)
+    assert "give 1 or more" in refuse("bench", "search", "--suite", suite, "--seeds", "0", status=2)
+    said = refuse("bench", "search", "--suite", suite, "--trials", "16,many", status=2)
+    assert "--trials 16,many: expected numbers of 0 or more, as in --trials 16,64" in said
 
 
 # -- output folders ------------------------------------------------------------------------------------------
@@ -453,27 +455,47 @@ def test_bench_search(tmp_path, weights):
     suite.write_text(SUITE)
     assert "no subgraph 'big'" in refuse("bench", "search", "--suite", suite, "--only", "big", status=2)
     args = ["bench", "search", "--suite", str(suite), "--only", "small", "--weights", str(weights)]
-    args += ["--out", str(tmp_path / "out"), "--json", "--trials", "2", "--baseline-trials", "2"]
+    args += ["--out", str(tmp_path / "out"), "--json", "--trials", "0,2,4", "--baseline-trials", "2,4"]
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     (row,) = found["rows"]
     assert (row["name"], row["kind"], row["seed"], row["error"]) == ("small", "linear", 0, "")
-    assert row["ratio"] == pytest.approx(row["metaschedule_latency"] / row["pretune_latency"])
-    assert row["zero_ratio"] == pytest.approx(row["metaschedule_latency"] / row["zero_latency"])
-    assert found["geomean"] == pytest.approx(row["ratio"]) == found["median"]
-    assert found["geomean_zero"] == pytest.approx(row["zero_ratio"])
+    latencies = {side: {o["trials"]: o["latency"] for o in row[side]} for side in ("pretune", "metaschedule")}
+    assert [list(each) for each in latencies.values()] == [[0, 2, 4], [2, 4]]
+    ratios = {(o["trials"], o["baseline_trials"]): o["ratio"] for o in row["ratios"]}
+    assert ratios == {
+        (n, m): pytest.approx(latencies["metaschedule"][m] / latencies["pretune"][n])
+        for n in (0, 2, 4)
+        for m in (2, 4)
+    }
+    assert {(o["trials"], o["baseline_trials"]): o["geomean"] for o in found["summary"]} == pytest.approx(
+        ratios
+    )
+    for curve in row["curves"].values():
+        assert [trials for trials, _latency in curve] == [1, 2, 4]
+        assert curve[0][1] >= curve[1][1] >= curve[2][1] > 0
     (task,) = row["tasks"]
-    assert task["pretune_trials"] == 2 and task["metaschedule_trials"] == 2
-    assert row["pretune_seconds"] > 0 and row["metaschedule_seconds"] > 0
-    assert result.stderr.splitlines()[-1].startswith("[1/1] small: MetaSchedule ")
+    assert [o["measured"] for o in task["pretune"]] == [0, 2, 4] and task["pretune"][0][
+        "chosen_by"
+    ] == "model"
+    assert [o["measured"] for o in task["metaschedule"]] == [2, 4]
+    assert all(o["seconds"] > 0 for o in row["pretune"] + row["metaschedule"])
+    assert len(row["calibration"]) == 2
+    assert result.stderr.splitlines()[-1].startswith("[1/1] small #0: MetaSchedule 2: ")
 
-    # The row is there already; with other trials, what MetaSchedule found is.
+    # The row is there already.
     again = CliRunner().invoke(main, args)
     assert json.loads(again.stdout)["rows"] == found["rows"]
-    baselines = (tmp_path / "out" / "metaschedule.jsonl").read_bytes()
-    args[args.index("--trials") + 1] = "0"
-    zero = json.loads(CliRunner().invoke(main, args).stdout)
-    assert zero["rows"][0]["ratio"] == zero["rows"][0]["zero_ratio"]
-    assert zero["rows"][0]["tasks"][0]["chosen_by"] == "model"
-    assert (tmp_path / "out" / "metaschedule.jsonl").read_bytes() == baselines
+    # With other budgets, what either side found with those that it had before is.
+    kept = {name: (tmp_path / "out" / name).read_text() for name in ("metaschedule.jsonl", "pretune.jsonl")}
+    args[args.index("--trials") + 1] = "0,2,3"
+    found = json.loads(CliRunner().invoke(main, args).stdout)
+    assert [o["trials"] for o in found["rows"][0]["pretune"]] == [0, 2, 3]
+    assert (tmp_path / "out" / "metaschedule.jsonl").read_text() == kept["metaschedule.jsonl"]
+    added = (tmp_path / "out" / "pretune.jsonl").read_text().removeprefix(kept["pretune.jsonl"])
+    assert len(added.splitlines()) == 1
+    # A table for people, too.
+    args.remove("--json")
+    shown = CliRunner().invoke(main, args).stdout
+    assert "pretune 3" in shown and "none: first choice" in shown

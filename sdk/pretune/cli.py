@@ -225,8 +225,16 @@ def bench() -> None:
 @bench.command("search")
 @click.option("--suite", required=True, metavar="FILE.py", help="Defines SUBGRAPHS: objects with build().")
 @click.option("--only", metavar="NAME,NAME", help="Only these subgraphs.")
-@click.option("--trials", type=int, default=64, show_default=True, help="Of pretune, per task; 0: none.")
-@click.option("--baseline-trials", type=int, default=64, show_default=True, help="Of MetaSchedule, per task.")
+@click.option(
+    "--trials",
+    metavar="N,N",
+    default="0,64",
+    show_default=True,
+    help="Of pretune, per task; 0: the unmeasured first choice.",
+)
+@click.option(
+    "--baseline-trials", metavar="N,N", default="64", show_default=True, help="Of MetaSchedule, per task."
+)
 @click.option("--seeds", type=int, default=1, show_default=True, help="Runs of each, with seeds 0, 1 ...")
 @_weights
 @click.option("--out", metavar="DIR", help="Rows as they come, and logs; the same command resumes.")
@@ -235,8 +243,8 @@ def bench() -> None:
 def bench_search(
     suite: str,
     only: str | None,
-    trials: int,
-    baseline_trials: int,
+    trials: str,
+    baseline_trials: str,
     seeds: int,
     weights: str | None,
     out: str | None,
@@ -244,16 +252,17 @@ def bench_search(
     quiet: bool,
 ) -> None:
     """Quality of what the search finds: pretune against MetaSchedule's evolutionary search with XGBoost."""
-    if trials < 0 or baseline_trials < 1 or seeds < 1:
-        raise OptionError("--trials must be 0 or more, --baseline-trials and --seeds 1 or more")
+    if seeds < 1:
+        raise OptionError(f"--seeds {seeds} is not a number of runs; give 1 or more")
+    budgets = _budgets("--trials", trials, 0), _budgets("--baseline-trials", baseline_trials, 1)
     with _to_stderr():
         from pretune.bench import search
 
         found = search.run(
             suite,
             only=[name.strip() for name in only.split(",") if name.strip()] if only else None,
-            trials=trials,
-            baseline_trials=baseline_trials,
+            trials=budgets[0],
+            baseline_trials=budgets[1],
             seeds=seeds,
             weights=weights,
             out=out,
@@ -362,6 +371,17 @@ def _say(text: str) -> None:
 
 def _nothing(_text: str) -> None:
     pass
+
+
+def _budgets(option: str, text: str, least: int) -> list[int]:
+    """Numbers of trials, of an option that takes several."""
+    try:
+        budgets = [int(number) for number in text.split(",")]
+    except ValueError:
+        budgets = []
+    if not budgets or min(budgets) < least:
+        raise OptionError(f"{option} {text}: expected numbers of {least} or more, as in {option} 16,64")
+    return budgets
 
 
 def _show_result(result: TuneResult, console: Console) -> None:
