@@ -146,7 +146,7 @@ def build_suite(suite: Path, out: Path, target: Target) -> int:
         line = corpus_task(task, name, "test", target)
         merged[line.id] = join(merged.get(line.id), line, name, "test")
     out.parent.mkdir(parents=True, exist_ok=True)
-    _write(out, merged.values())
+    write_corpus(out, merged.values())
     return len(merged)
 
 
@@ -294,7 +294,7 @@ def build_corpus(
             merged[task.id] = join(merged.get(task.id), task, name, SPLITS[name])
     if merged:
         # In the order of the identities, which is a random one: any part of the file is a fair sample.
-        _write(out, [merged[key] for key in sorted(merged)])
+        write_corpus(out, [merged[key] for key in sorted(merged)])
     return len(merged)
 
 
@@ -338,7 +338,8 @@ def join(known: CorpusTask | None, task: CorpusTask, network: str, split: str) -
     )
 
 
-def _write(path: Path, tasks: Iterable[CorpusTask]) -> None:
+def write_corpus(path: Path, tasks: Iterable[CorpusTask]) -> None:
+    """Write a corpus file, gzipped; it appears when it is complete."""
     encoder = msgspec.json.Encoder()
     partial = path.with_name(path.name + ".partial")
     # Without a time stamp, the same tasks give the same bytes.
@@ -382,7 +383,9 @@ def _export(network: Network, target: Target, part: Path, timeout: int, sender: 
     resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 5))
     torch.set_num_threads(1)
     try:
-        _write(part, [corpus_task(task, network.name, "", target) for task in tasks_of(network, target)])
+        write_corpus(
+            part, [corpus_task(task, network.name, "", target) for task in tasks_of(network, target)]
+        )
         sender.send(None)
     except Exception as error:
         text = " ".join(str(error).split())
