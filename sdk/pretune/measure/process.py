@@ -29,8 +29,8 @@ _LOG_BYTES = 1 << 20
 _BOOT = """\
 import sys
 sys.path[:] = {path!r}
-from pretune.measure.worker import main
-main({fd}, {parent}, {target!r}, {num_threads})
+from {module} import main
+main({fd}, {parent}, *{args!r})
 """
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -73,6 +73,8 @@ class WorkerProcess:
         The TVM target, as `tvm.ir.save_json` writes it.
     num_threads : int
         Threads of a candidate that runs.
+    module : str
+        Whose ``main`` the process runs.
 
     Attributes
     ----------
@@ -86,13 +88,13 @@ class WorkerProcess:
         What it has compiled, and in how many seconds, by `Job.index`.
     """
 
-    def __init__(self, target: str, num_threads: int) -> None:
+    def __init__(self, target: str, num_threads: int, module: str = worker.__name__) -> None:
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  (lives as long as the worker)
         # The child looks for modules exactly where this process does, whatever changed sys.path.
         path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100  ("" is the working folder)
         boot = _BOOT.format(
-            path=path, fd=theirs.fileno(), parent=os.getpid(), target=target, num_threads=num_threads
+            path=path, module=module, fd=theirs.fileno(), parent=os.getpid(), args=(target, num_threads)
         )
         with theirs:
             self.process = subprocess.Popen(
@@ -119,7 +121,7 @@ class WorkerProcess:
         """Whether it has not been killed; a dead process shows when it is next spoken to."""
         return not self.connection.closed
 
-    def send(self, request: worker.AnyRequest, seconds: float) -> bool:
+    def send(self, request: worker.Request, seconds: float) -> bool:
         """Hand a request with a deadline to an idle worker; False if it turns out to be dead."""
         if os.fstat(self._log.fileno()).st_size > _LOG_BYTES:
             os.ftruncate(self._log.fileno(), 0)

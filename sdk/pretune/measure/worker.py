@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,14 @@ class Build(Request, frozen=True):
 
     index: int
     mod: str
+
+
+class Export(Request, frozen=True):
+    """Compile the module and link it into a shared library at `path`."""
+
+    index: int
+    mod: str
+    path: str
 
 
 class Time(Request, frozen=True):
@@ -100,6 +108,10 @@ class Array(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
 
 
+Signature = tuple[tuple[str, tuple[int, ...]], ...]
+"""Dtype and shape of each argument."""
+
+
 class Done(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     """The request was carried out in `seconds`."""
 
@@ -109,6 +121,7 @@ class Done(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     stopped_early: bool = False
     number: int = 0
     arrays: tuple[Array, ...] = ()
+    signature: Signature = ()
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True, kw_only=True):
@@ -118,7 +131,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True, kw_only=True):
     error: str
 
 
-AnyRequest = Build | Time | Repeat | Outputs | Drop | Calibrate
+AnyRequest = Build | Export | Time | Repeat | Outputs | Drop | Calibrate
 Reply = Done | Failed
 
 
@@ -154,29 +167,41 @@ def to_numpy(array: Array) -> np.ndarray:
     return np.frombuffer(array.data, dtype).reshape(array.shape)
 
 
+HICCUP_S = 0.02
+"""Threads that wait for a core on a busy machine lose whole ticks of the scheduler, 4 ms each."""
+
+
+def compiled(text: str, target: Any) -> tuple[Any, Signature]:
+    """A candidate's executable, and its arguments."""
+    import tvm
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+    from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
+
+    mod: Any = tvm.ir.load_json(text)
+    infos = [info.as_json() for info in ArgInfo.from_prim_func(mod["main"])]
+    signature = tuple((str(dtype), tuple(map(int, shape))) for _, dtype, shape in infos)
+    # As MetaSchedule's own builder does.
+    mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(mod)
+    return tvm.compile(mod, target=target), signature
+
+
 class Built:
-    """A compiled candidate."""
+    """A compiled candidate, ready to run."""
 
-    def __init__(self, text: str, target: Any, device: Any) -> None:
-        import tvm
-        from tvm.s_tir.meta_schedule.arg_info import ArgInfo
-        from tvm.s_tir.transform import RemoveWeightLayoutRewriteBlock
-
-        mod: Any = tvm.ir.load_json(text)
-        infos = [info.as_json() for info in ArgInfo.from_prim_func(mod["main"])]
-        self.signature = tuple((str(dtype), tuple(map(int, shape))) for _, dtype, shape in infos)
-        # As MetaSchedule's own builder does.
-        mod = RemoveWeightLayoutRewriteBlock(skip_tensor_rewrite=True)(mod)
-        self.module = tvm.compile(mod, target=target).jit()
+    def __init__(self, module: Any, signature: Signature, device: Any) -> None:
+        self.module, self.signature, self.device = module, signature, device
         # LLVM generates machine code when a function is first asked for: that belongs to the build.
-        self.function = self.module["main"]
-        self.device = device
+        self.function = module["main"]
 
-    def call(self, args: list[Any]) -> float:
-        """Run once; seconds."""
-        start = time.perf_counter()
+    def run(self, args: list[Any]) -> None:
+        """Run once."""
         self.function(*args)
         self.device.sync()
+
+    def call(self, args: list[Any]) -> float:
+        """Run; seconds a call."""
+        start = time.perf_counter()
+        self.run(args)
         return time.perf_counter() - start
 
     def evaluate(self, args: list[Any], number: int, repeat: int) -> tuple[float, ...]:
@@ -184,32 +209,27 @@ class Built:
         timer = self.module.time_evaluator("main", self.device, number=number, repeat=repeat)
         return tuple(map(float, timer(*args).results))
 
+    def time(self, args: list[Any], limit: float) -> Done:
+        """Time it: a cold call, a warm one that decides, then `REPEATS` repeats of `REPEAT_S`.
 
-HICCUP_S = 0.02
-"""Threads that wait for a core on a busy machine lose whole ticks of the scheduler, 4 ms each."""
-
-
-def time_candidate(built: Built, args: list[Any], limit: float) -> Done:
-    """Time one candidate: a cold call, a warm one that decides, then `REPEATS` repeats of `REPEAT_S`.
-
-    Ordinary candidates take under 50 ms in all, slow ones two to four calls.
-    """
-    cold = built.call(args)
-    if cold > max(limit, 1.0):
-        return Done(latencies=(cold,), stopped_early=True, number=1)
-    warm = built.call(args)
-    if limit < warm < HICCUP_S:  # a hiccup of the machine shows up in one call, not in three
-        warm = min(warm, built.call(args), built.call(args))
-    if warm > max(limit, FLOOR_S):
-        return Done(latencies=(warm,), stopped_early=True, number=1)
-    if warm > ABSOLUTE_LIMIT_S:
-        latencies, spent = [warm], cold + warm
-        while len(latencies) < REPEATS and spent + warm < SPEND_S:
-            latencies.append(built.call(args))
-            spent += latencies[-1]
-        return Done(latencies=tuple(latencies), number=1)
-    number = max(1, round(REPEAT_S / warm))
-    return Done(latencies=built.evaluate(args, number, REPEATS), number=number)
+        Ordinary candidates take under 50 ms in all, slow ones two to four calls.
+        """
+        cold = self.call(args)
+        if cold > max(limit, 1.0):
+            return Done(latencies=(cold,), stopped_early=True, number=1)
+        warm = self.call(args)
+        if limit < warm < HICCUP_S:  # a hiccup of the machine shows up in one call, not in three
+            warm = min(warm, self.call(args), self.call(args))
+        if warm > max(limit, FLOOR_S):
+            return Done(latencies=(warm,), stopped_early=True, number=1)
+        if warm > ABSOLUTE_LIMIT_S:
+            latencies, spent = [warm], cold + warm
+            while len(latencies) < REPEATS and spent + warm < SPEND_S:
+                latencies.append(self.call(args))
+                spent += latencies[-1]
+            return Done(latencies=tuple(latencies), number=1)
+        number = max(1, round(REPEAT_S / warm))
+        return Done(latencies=self.evaluate(args, number, REPEATS), number=number)
 
 
 class Worker:
@@ -225,7 +245,8 @@ class Worker:
         import tvm
 
         self.configure: Any = tvm.get_global_func("runtime.config_threadpool")
-        self.use_threads(num_threads)
+        if self.bound:
+            self.use_threads(num_threads)
         self.target: Any = tvm.ir.load_json(target)
         kind = self.target.kind.name
         self.device = tvm.runtime.device("cpu" if kind in ("llvm", "c") else kind)
@@ -238,7 +259,7 @@ class Worker:
         if self.bound:
             one_core_per_thread = -2
             self.configure(one_core_per_thread, count, [str(core) for core in self.cores[:count]])
-        elif count != self.num_threads:
+        else:
             fast_cores = 1
             self.configure(fast_cores, count)
 
@@ -254,6 +275,11 @@ class Worker:
             yield
         finally:
             os.sched_setaffinity(0, self.everywhere)
+
+    def build(self, text: str) -> Built:
+        """Compile a module in process."""
+        executable, signature = compiled(text, self.target)
+        return Built(executable.jit(), signature, self.device)
 
     def arrays(self, built: Built) -> list[Any]:
         """Device arrays for a candidate's arguments, allocated once per signature."""
@@ -276,13 +302,17 @@ class Worker:
         """Carry out one request."""
         match request:
             case Build():
-                self.built[request.index] = Built(request.mod, self.target, self.device)
+                self.built[request.index] = self.build(request.mod)
                 return Done()
+            case Export():
+                executable, signature = compiled(request.mod, self.target)
+                executable.export_library(request.path)
+                return Done(signature=signature)
             case Time():
                 built = self.built.pop(request.index)
                 args = self.arrays(built)
                 with self.pinned():
-                    done = time_candidate(built, args, request.limit)
+                    done = built.time(args, request.limit)
                     if request.serial and not done.stopped_early:
                         done.serial_latencies = self.time_serially(built, args, request.limit)
                     return done
@@ -302,7 +332,7 @@ class Worker:
                 return Done()
             case Calibrate():
                 if self.kernel is None:
-                    self.kernel = Built(calibration_kernel(), self.target, self.device)
+                    self.kernel = self.build(calibration_kernel())
                 args = self.arrays(self.kernel)
                 with self.pinned():
                     return Done(latencies=self.kernel.evaluate(args, 1, 60), number=1)
@@ -311,7 +341,7 @@ class Worker:
         """Latencies on one thread; `limit` is that of all threads."""
         self.use_threads(1)
         try:
-            return time_candidate(built, args, limit * self.num_threads).latencies
+            return built.time(args, limit * self.num_threads).latencies
         finally:
             self.use_threads(self.num_threads)
 
@@ -324,7 +354,7 @@ class Worker:
         rng = np.random.default_rng(request.seed)
         before = [random_array(shape, dtype, rng, 0.1, request.signed) for dtype, shape in built.signature]
         args = [tvm.runtime.tensor(array, device=self.device) for array in before]
-        built.call(args)
+        built.run(args)
         arrays = []
         for position, (old, arg) in enumerate(zip(before, args, strict=True)):
             data = arg.numpy()
@@ -367,6 +397,24 @@ def pick_cores(count: int) -> list[int]:
 
 
 def main(fd: int, parent: int, target: str, num_threads: int) -> None:
+    """Compile and time candidates in this process, see `serve`.
+
+    Parameters
+    ----------
+    fd, parent : int
+        As of `serve`.
+    target : str
+        The TVM target, as `tvm.ir.save_json` writes it.
+    num_threads : int
+        Threads of a candidate that runs.
+    """
+    os.environ["TVM_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    # Idle threads of TVM spin for some 50 ms by default, which the next worker would feel; now for 3 ms.
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "20000")
+    serve(fd, parent, lambda: Worker(target, num_threads).handle, AnyRequest)
+
+
+def serve(fd: int, parent: int, start: Callable[[], Callable[[Any], Reply]], requests: Any) -> None:
     """Serve requests until the parent closes the socket or dies.
 
     Parameters
@@ -375,10 +423,10 @@ def main(fd: int, parent: int, target: str, num_threads: int) -> None:
         The worker's end of the socket pair.
     parent : int
         Process id of the parent.
-    target : str
-        The TVM target, as `tvm.ir.save_json` writes it.
-    num_threads : int
-        Threads of a candidate that runs.
+    start : callable
+        Gets ready, and returns what carries out a request.
+    requests : type
+        Of requests, for the decoder.
     """
     # A worker inside LLVM does not see its socket close, so let the kernel end it with its parent.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -388,24 +436,21 @@ def main(fd: int, parent: int, target: str, num_threads: int) -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     sys.modules["torch"] = None  # type: ignore[assignment]  # `import tvm` would spend 2 s importing it
-    os.environ["TVM_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    # Idle threads of TVM spin for some 50 ms by default, which the next worker would feel; now for 3 ms.
-    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "20000")
     connection = Connection(fd)
-    worker = Worker(target, num_threads)
+    handle = start()
     encode = msgspec.msgpack.Encoder().encode
-    decode = msgspec.msgpack.Decoder(AnyRequest).decode
+    decode = msgspec.msgpack.Decoder(requests).decode
     connection.send_bytes(encode(Done()))
     while True:
         try:
             request = decode(connection.recv_bytes())
         except EOFError:
             return
-        start = time.perf_counter()
+        begun = time.perf_counter()
         try:
-            reply: Reply = worker.handle(request)
+            reply = handle(request)
         except Exception as error:  # whatever TVM raises is the candidate's fault, not the worker's
             name, line = type(error).__name__, one_line(error)
             reply = Failed(error=line if line.startswith(name) else f"{name}: {line}")
-        reply.seconds = time.perf_counter() - start
+        reply.seconds = time.perf_counter() - begun
         connection.send_bytes(encode(reply))
