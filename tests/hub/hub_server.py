@@ -43,6 +43,7 @@ class Fault:
         Answered instead; 0 answers as ever, but for what follows.
     cut, stall : int or None
         The connection is closed, or nothing more is sent for `stall_s`, after this many bytes of the body.
+        A stall of 0 begins before the status is sent.
     change : callable, optional
         Makes another body of the same length.
     reached : threading.Event
@@ -75,6 +76,7 @@ class Hub(ThreadingHTTPServer):
         self.tokens: dict[str, str] = {"writer": "write", "reader": "read"}
         self.private: set[str] = set()
         self.lock = threading.Lock()
+        self.stopped = threading.Event()
         self.trees: dict[str, dict[str, str]] = {}
         (root / "lfs").mkdir(parents=True)
 
@@ -93,6 +95,7 @@ class Hub(ThreadingHTTPServer):
 
     def stop(self) -> None:
         """Go down: connections that clients keep open are cut as well."""
+        self.stopped.set()
         self.shutdown()
         self.server_close()
         for connection in self.connections:
@@ -298,6 +301,8 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.fault
         if fault is not None and fault.change is not None:
             data = fault.change(data)
+        if fault is not None and fault.stall == 0:
+            self.server.stopped.wait(fault.stall_s)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -313,7 +318,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[start:end])
             self.wfile.flush()
             if fault is not None and fault.stall is not None:
-                time.sleep(fault.stall_s)
+                self.server.stopped.wait(fault.stall_s)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import huggingface_hub.constants
 import msgspec
 import numpy as np
 import pytest
 import tvm
 from click.testing import CliRunner
+from hub_server import Fault
 from spoil import REPO, edit, flip
 from test_coverage import DATA, config, machine
 
@@ -188,3 +192,36 @@ def test_from_training_to_tuning_on_another_machine(server, folder):
     hardware = rng.random(VECTOR_SIZE, dtype=np.float32)
     for a, b in zip(mine.rank(z, summary, hardware), theirs.rank(z, summary, hardware), strict=True):
         assert np.array_equal(a, b)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Gives up after a moment, and tries again at once."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+
+
+@pytest.mark.parametrize("command", ["pull", "info", "explain", "ls", "push", "lock", "pull a commit"])
+def test_a_hub_that_accepts_and_says_nothing(impatient, weights, command):
+    arguments = {
+        "pull a commit": ("pull", f"{REPO}@{'0' * 40}"),
+        "push": ("push", str(weights), "--repo", REPO),
+        "ls": ("ls", "--hardware", describe("Zen 4")),
+        "explain": ("explain", "--hardware", describe("Zen 4")),
+    }.get(command, (command, REPO))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        shown, said = run(*arguments, endpoint=url, status=0 if command in ("ls", "explain") else 8)
+    assert f"{url} stopped answering" in said and said.count("\n") == 1
+    assert ("cpu-x86-64-v4" in shown) == (command in ("ls", "explain"))  # what is here is listed
+
+
+@pytest.mark.parametrize(
+    "at", ["/api/models$", "/revision/", "/resolve/.*/config.json", "/resolve/.*/manifest"]
+)
+def test_ls_of_a_hub_that_stalls_later(server, published, impatient, at):
+    for method in ("GET", "HEAD"):
+        server.faults.append(Fault(method, at, times=99, stall=0))
+    shown, said = run("ls", "--hardware", describe("Zen 4"), endpoint=server.url)
+    assert "cpu-x86-64-v4" in shown
+    assert f"{server.url} stopped answering" in said.splitlines()[-1]

@@ -70,15 +70,17 @@ def test_a_failure_that_passes(server, hub, published, status, path):
     assert fault.reached.is_set()
 
 
-def test_too_many_requests(server, hub, published, monkeypatch):
+@pytest.mark.parametrize("path", ["/api/models/", "manifest.json", BLOB])
+def test_too_many_requests(server, hub, published, monkeypatch, path):
     slept = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    server.faults.append(Fault("GET", "/api/models/", status=429, headers={"Retry-After": "7"}))
-    pulled(pull_weights(hub, REPO))
-    assert slept == [7.0]
-    server.faults.append(Fault("GET", "/api/models/", status=429, headers={"Retry-After": "3600"}))
+    server.faults.append(Fault("GET", path, status=429, headers={"Retry-After": "3600"}))
     with pytest.raises(HubError, match=r"takes no more requests for now \(429\); run it again in 3600 s"):
         pull_weights(hub, REPO)
+    assert slept == []  # the client by itself would wait for as long as it is told to
+    server.faults.append(Fault("GET", path, status=429, headers={"Retry-After": "7"}))
+    pulled(pull_weights(hub, REPO))
+    assert slept == [7.0]
 
 
 def test_a_body_cut_short_or_stalled_goes_on_where_it_ended(server, hub, published, monkeypatch):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 
+import huggingface_hub.constants
 import numpy as np
 import onnx
 import pytest
@@ -105,6 +107,40 @@ def test_a_tag_that_fails_is_made_up_for_by_another_push(server, writer, folder)
         push(writer, folder, REPO)
     assert push(writer, folder, REPO).tag == "v1"
     assert server.resolve(REPO, "v1") == server.resolve(REPO, "main")
+
+
+@pytest.mark.parametrize(
+    ("method", "at"),
+    [
+        ("POST", "/api/repos/create"),
+        ("POST", "/api/validate-yaml"),
+        ("POST", "/preupload/"),
+        ("POST", "/info/lfs/objects/batch"),
+        ("PUT", "/lfs/"),
+        ("POST", "/commit/"),
+        ("POST", "/tag/"),
+    ],
+)
+def test_a_hub_that_stalls_while_weights_are_sent(server, folder, monkeypatch, method, at):
+    fault = Fault(method, at, times=99, stall=0)
+    server.faults.append(fault)
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+        patch.setattr(time, "sleep", lambda _seconds: None)
+        with pytest.raises(HubError, match=f"{server.url} stopped answering") as caught:
+            push(Hub(server.url, "writer"), folder, REPO)
+    assert fault.reached.is_set() and "\n" not in str(caught.value)
+    server.faults.clear()
+    pushed = push(Hub(server.url, "writer"), folder, REPO)
+    assert pushed.tag == "v1" and server.resolve(REPO, "v1") == server.resolve(REPO, "main")
+
+
+@pytest.mark.parametrize("at", ["/preupload/", "/lfs/objects/batch", "^/lfs/", "/commit/", "/tag/"])
+def test_a_failure_that_passes(server, writer, folder, monkeypatch, at):
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    fault = Fault("PUT" if at == "^/lfs/" else "POST", at, status=503)
+    server.faults.append(fault)
+    assert push(writer, folder, REPO).tag == "v1" and fault.reached.is_set()
 
 
 @pytest.mark.parametrize(

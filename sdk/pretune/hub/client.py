@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,18 +63,49 @@ class Hub:
         """
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return function(*args, **kwargs)
+                with self._patience():
+                    return function(*args, **kwargs)
             except PretuneError:
                 raise
             except Exception as error:  # httpx, hf_xet and the operating system each have their own
-                wait = _wait_before_retry(error, attempt)
+                reason = _reason(error)
+                wait = _wait_before_retry(reason, attempt)
                 if attempt == ATTEMPTS or wait is None:
-                    raise HubError(explain(error, what, self.endpoint)) from error
+                    raise HubError(explain(reason, what, self.endpoint)) from reason
                 time.sleep(wait)
         raise AssertionError("unreachable")
 
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Let no request wait for longer than `timeout`, nor for longer than it takes to see that it failed.
+
+        Most requests of the client have no time limit, and some it repeats for as long as ``Retry-After``
+        says. Others in this process may use its session as well, so it is given back as it was.
+        """
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        def limit(request: Any) -> None:
+            given = request.extensions["timeout"]
+            request.extensions["timeout"] = {
+                step: self.timeout if seconds is None else min(seconds, self.timeout)
+                for step, seconds in given.items()
+            }
+
+        def fail(response: Any) -> None:
+            if response.status_code in TRANSIENT:
+                hf_raise_for_status(response)
+
+        hooks = get_session().event_hooks
+        hooks["request"].append(limit)
+        hooks["response"].append(fail)
+        try:
+            yield
+        finally:
+            hooks["request"].remove(limit)
+            hooks["response"].remove(fail)
+
     def reach(self, what: str) -> None:
-        """Fail at once if nobody answers: where the client retries by itself, that takes half a minute."""
+        """Fail at once if nobody answers: where the client retries by itself, that takes minutes."""
         from huggingface_hub.utils import get_session
 
         self.ask(what, get_session().head, self.endpoint, timeout=self.timeout)
@@ -107,11 +139,15 @@ def is_commit(revision: str) -> bool:
     return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
+def _reason(error: BaseException) -> BaseException:
+    """Why a call failed: the client's last word may be that no local file was found, or an upload failed."""
+    while error.__cause__ is not None and is_named(error, "LocalEntryNotFoundError", "RuntimeError"):
+        error = error.__cause__
+    return error
+
+
 def explain(error: BaseException, what: str, endpoint: str) -> str:
     """One line for whatever huggingface_hub raises: what failed, why, and what to do."""
-    # That no local file was found either is the client's last word on any failure; the reason is beneath.
-    while is_named(error, "LocalEntryNotFoundError") and error.__cause__ is not None:
-        error = error.__cause__
     if is_named(error, "OfflineModeIsEnabled", "LocalEntryNotFoundError"):
         return f"{what}: HF_HUB_OFFLINE forbids asking the hub; unset it, or use what is here: pretune hub ls"
     if is_named(error, "ProxyError"):
@@ -167,7 +203,7 @@ def _explain_status(error: BaseException, status: int, endpoint: str) -> str:
 
 
 def _wait_before_retry(error: BaseException, attempt: int) -> float | None:
-    """Seconds to wait before asking again; None if that would not help. The client waited for the rest."""
+    """Seconds to wait before asking again; None if that would not help, or the client has tried it."""
     if _status(error) not in TRANSIENT:
         return None
     seconds = _retry_after(error)

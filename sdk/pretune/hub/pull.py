@@ -24,8 +24,9 @@ AT_ONCE = 4
 def pull_weights(hub: Hub, repo: str, revision: str = "main", *, manifest: str | None = None) -> Cached:
     """Bring a revision of a repository into the cache.
 
-    A branch or tag costs one request, to see which commit it is; a commit that is there already costs none.
-    Each file that is not there costs two. What the cache held before is kept, whatever happens.
+    A commit that is there already costs no request. Anything else costs one, to see which commit a branch or
+    tag is, or that the hub answers, and two for each file. What the cache held before is kept, whatever
+    happens.
 
     Parameters
     ----------
@@ -43,6 +44,8 @@ def pull_weights(hub: Hub, repo: str, revision: str = "main", *, manifest: str |
     name = f"{repo}@{commit[:12]}"
     found = cache.find(repo, commit)
     if found is None:
+        if commit == revision:
+            hub.reach(name)
         folder = cache.revision_folder(repo, commit)
         with _disk_errors(hub, name):
             folder.parent.mkdir(parents=True, exist_ok=True)
