@@ -1,7 +1,7 @@
 """Auto-tuning of tensor programs without training.
 
 ``tune`` is the whole job: a model in, a faster one out. ``LatentSearch`` and ``CostModel`` plug the same
-world model into stock MetaSchedule; ``load`` gives the model itself.
+world model into stock MetaSchedule; ``load`` gives the model itself; ``finetune`` fits it to a machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH, 
     __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from pretune.finetuning import FineTuneResult, finetune
     from pretune.hardware import Hardware
     from pretune.metaschedule import CostModel, LatentSearch
     from pretune.tuning import TuneResult, load, tune
@@ -24,12 +25,24 @@ _LAZY = {
     "tune": "pretune.tuning",
     "load": "pretune.tuning",
     "TuneResult": "pretune.tuning",
+    "finetune": "pretune.finetuning",
+    "FineTuneResult": "pretune.finetuning",
     "LatentSearch": "pretune.metaschedule",
     "CostModel": "pretune.metaschedule",
     "Hardware": "pretune.hardware",
 }
 
-__all__ = ["CostModel", "Hardware", "LatentSearch", "TuneResult", "__version__", "load", "tune"]
+__all__ = [
+    "CostModel",
+    "FineTuneResult",
+    "Hardware",
+    "LatentSearch",
+    "TuneResult",
+    "__version__",
+    "finetune",
+    "load",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:

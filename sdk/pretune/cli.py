@@ -16,6 +16,7 @@ import click
 import pretune
 from pretune import env
 from pretune.errors import InputError, OptionError, PretuneError, one_line
+from pretune.finetuning import command as finetune
 from pretune.hub.cli import hub
 from pretune.messages import notice
 from pretune.output import print_result as _print
@@ -81,6 +82,7 @@ def main() -> None:
     """Auto-tuning of tensor programs with pretrained world models, on top of TVM."""
 
 
+main.add_command(finetune)
 main.add_command(hub)
 
 

@@ -1,0 +1,178 @@
+"""Before and after, on the tasks that were held out: how they are ranked, and what a short search finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tvm
+
+from pretune.bench.common import Bench
+from pretune.bench.found import Store
+from pretune.bench.metaschedule import tune_stock
+from pretune.bench.ours import tune_ours
+from pretune.bench.stats import geomean
+from pretune.errors import OptionError, PretuneError, one_line
+from pretune.intake import make_task
+from pretune_export.config import TrainConfig
+from pretune_export.encoded import load_data
+from pretune_export.evaluate import rollout_error
+from pretune_export.evidence.ranking import judge, rankable
+from pretune_export.nets import WorldModelNet, load_net
+from pretune_export.networks import CorpusTask
+from pretune_export.networks.corpus import pick
+from pretune_export.train import ENOUGH, load_best, merit, score_task
+
+if TYPE_CHECKING:
+    from pretune.measure import MeasurePool
+
+SEARCH_TASKS, SEARCH_TRIALS = 3, 16
+"""Of the short search: a look at whether better ranking finds better schedules, not a benchmark."""
+
+ROUNDS = 9
+"""Turns in which the winners are timed."""
+
+SLOWER = 0.95
+"""Latency with the base weights over that with the new ones: below it, a search contradicts the ranking.
+Two searches with the same weights differ by as much."""
+
+
+def rank_held_out(config: TrainConfig, run: Path, base: Path) -> dict[str, Any]:
+    """Judge the base weights and those of a training run on the same tasks.
+
+    Parameters
+    ----------
+    config : TrainConfig
+        Its ``test_datasets`` hold the held-out tasks, which neither training nor the choice of the epoch saw.
+    run : pathlib.Path
+        Of `pretune_export.train.train`.
+    base : pathlib.Path
+        Weights folder.
+
+    Returns
+    -------
+    dict
+        ``before`` and ``after``, each an evaluation as `pretune_export.evaluate.evaluate` gives it.
+
+    Raises
+    ------
+    OptionError
+        If no held-out task has enough schedules.
+    """
+    data = load_data(config, run / "encoded.pickle")
+    if not rankable(data.test):
+        raise OptionError(f"no held-out task has {ENOUGH} measured schedules; give a larger budget")
+
+    def evaluation(net: WorldModelNet) -> dict[str, Any]:
+        splits = {
+            split: {
+                **judge(lambda task: score_task(net, task, data.machines)[0], tasks),
+                "rollout_error": rollout_error(net, tasks, data.machines),
+            }
+            for split, tasks in (("test", data.test), ("validation", data.validation))
+            if rankable(tasks)
+        }
+        return {"main": "test", "mean": splits["test"]["mean"], **splits}
+
+    return {"before": evaluation(load_net(base)), "after": evaluation(load_best(run, config))}
+
+
+def search_held_out(
+    tasks: Sequence[CorpusTask],
+    before: Bench,
+    after: Bench,
+    pool: MeasurePool,
+    folder: Path,
+    *,
+    seed: int,
+    until: float,
+    on_task: Callable[[int, str], None],
+) -> dict[str, Any] | None:
+    """Tune some of the held-out tasks with the base weights, the new ones and MetaSchedule; time the winners.
+
+    Parameters
+    ----------
+    before, after : Bench
+        The machine with either weights.
+    folder : pathlib.Path
+        Keeps rows as they come: those that are there are not made again.
+    until : float
+        ``time.time()`` after which no further task is begun.
+
+    Returns
+    -------
+    dict or None
+        ``base`` and ``metaschedule``, geometric means of their latencies over that of the new weights;
+        ``trials``, ``tasks``, ``rows``. None if no task gave latencies.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder / "rows.jsonl")
+    chosen = pick(tasks, SEARCH_TASKS)
+    rows = []
+    for n, task in enumerate(chosen):
+        row = store.find(task.id)
+        if row is None:
+            if time.time() > until:
+                continue
+            on_task(n, task.name)
+            row = _search(task, before, after, pool, folder / task.id, seed)
+            store.keep(task.id, row)
+        rows.append(row)
+    whole = [row for row in rows if not row["error"]]
+    if not whole:
+        return None
+    ratios = {
+        side: geomean([row[side] / row["fine_tuned"] for row in whole]) for side in ("base", "metaschedule")
+    }
+    return {"trials": SEARCH_TRIALS, "tasks": len(whole), **ratios, "rows": rows}
+
+
+def _search(
+    task: CorpusTask, before: Bench, after: Bench, pool: MeasurePool, folder: Path, seed: int
+) -> dict[str, Any]:
+    from tvm_ffi import structural_hash
+
+    from pretune.tuning import replay
+
+    row: dict[str, Any] = {"task": task.name, "id": task.id, "error": ""}
+    budget = {"budgets": [SEARCH_TRIALS], "seed": seed}
+    try:
+        mod: Any = tvm.ir.load_json(task.mod)
+        made = make_task(task.name, mod["main"])
+        found = {
+            "base": tune_ours(made, before, pool, work_dir=folder / "base", **budget),
+            "fine_tuned": tune_ours(made, after, pool, work_dir=folder / "fine-tuned", **budget),
+            "metaschedule": tune_stock(made, after.target, pool, work_dir=folder / "metaschedule", **budget),
+        }
+        traces = {side: by_budget[SEARCH_TRIALS].trace for side, by_budget in found.items()}
+        mods = {side: replay(made.mod, trace) if trace else made.mod for side, trace in traces.items()}
+        keys = {side: structural_hash(mod) for side, mod in mods.items()}  # what sides share is timed once
+        programs = {keys[side]: mod for side, mod in mods.items()}
+        timed = dict(zip(programs, pool.interleave(list(programs.values()), rounds=ROUNDS), strict=True))
+    except (PretuneError, OSError):
+        raise
+    except Exception as error:  # One task that TVM cannot handle is one row without latencies.
+        return row | {"error": one_line(error)}
+    row |= {side: timed[key].latency if timed[key].ok else None for side, key in keys.items()}
+    if failed := [side for side in keys if row[side] is None]:
+        row["error"] = f"{failed[0]} failed"
+    return row
+
+
+def better(rankings: dict[str, Any], search: dict[str, Any] | None) -> tuple[bool, str]:
+    """Whether the new weights are better than the base, and why."""
+    before, after = (rankings[name]["mean"] for name in ("before", "after"))
+    count = rankings["after"]["test"]["tasks"]
+    change = ", ".join(
+        f"{label} {before[key]:.3f} -> {after[key]:.3f}"
+        for key, label in (("top1", "top-1"), ("top5", "top-5"), ("spearman", "Spearman"))
+    )
+    text = f"on {count} held-out tasks: {change}"
+    if merit(after) <= merit(before):
+        return False, f"they do not rank better {text}"
+    if search is not None and search["base"] < SLOWER:
+        slower = f"latency with the base {search['base']:.2f} of theirs"
+        return False, f"they rank better {text}; but searches with them found slower schedules ({slower})"
+    return True, f"they rank better {text}"

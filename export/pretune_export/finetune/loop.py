@@ -1,0 +1,316 @@
+"""The run: plan, measure, train, export, judge, register. Each phase finds what it has done on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretune import env
+from pretune.bench.common import Bench
+from pretune.compat import setup_tvm
+from pretune.errors import EnvironmentFaultError, MeasureError, PretuneError
+from pretune.finetuning import FineTuneProgress, FineTuneResult
+from pretune.hardware import Hardware, detect, hardware_for_target, make_target
+from pretune.hardware.target import check_runs_here
+from pretune.measure import MeasurePool
+from pretune.messages import explain_os_errors
+from pretune.model import WorldModel, load_weights
+from pretune.records import RunFolder
+from pretune.records.folder import write_atomic
+from pretune_export.collect import CollectOptions, Collector, read_collected, read_lines
+from pretune_export.config import TrainConfig
+from pretune_export.dataset import describe_machine, write_parquet
+from pretune_export.finetune.judge import SEARCH_TASKS, better, rank_held_out, search_held_out
+from pretune_export.finetune.measure import Budget, Measurer
+from pretune_export.finetune.plan import MEASURE, TRAIN, Plan, Settings, fine_tuning, make_plan
+from pretune_export.finetune.register import export, finish, name_of, register
+from pretune_export.networks import CorpusTask
+from pretune_export.train import train
+
+if TYPE_CHECKING:
+    from tvm.target import Target
+
+Report = Callable[[FineTuneProgress], None]
+
+BUILD_TIMEOUT, RUN_TIMEOUT = 8.0, 8.0
+"""Seconds that a candidate may take to build, and to be timed."""
+
+
+def open_pool(target: Target) -> MeasurePool:
+    """Where schedules are measured."""
+    return MeasurePool(target, build_timeout=BUILD_TIMEOUT, run_timeout=RUN_TIMEOUT)
+
+
+def run(
+    programs: Sequence[Any],
+    *,
+    target: Any,
+    shapes: Mapping[str, Sequence[int]] | None,
+    trials: int | None,
+    seconds: float | None,
+    base: str,
+    out: Path,
+    search: bool,
+    seed: int,
+    on_progress: Report,
+) -> FineTuneResult:
+    """`pretune.finetune`, once its options have been read."""
+    machine = detect()
+    made = make_target(target, machine)
+    check_runs_here(made, machine)
+    hardware = hardware_for_target(made, machine)
+    setup_tvm(made)
+    names = tuple(str(p) if isinstance(p, str | Path) else type(p).__name__ for p in programs)
+    settings = Settings(target=str(made), inputs=names, trials=trials, seconds=seconds, base=base, seed=seed)
+    with RunFolder(out) as folder:
+        measured = folder.path / "collected" / "measured.jsonl"
+        with _explain(folder.path, measured):
+            plan, tasks = make_plan(
+                folder.path, settings, made, hardware, programs=programs, shapes=shapes,
+                say=lambda text: on_progress(FineTuneProgress("planning", text=text, message=True)),
+            )  # fmt: skip
+            earlier = folder.read_result()
+            if earlier and (earlier["search"] is not None or not search):
+                return FineTuneResult.from_dict(earlier)
+            result = _Run(folder.path, plan, tasks, made, machine, hardware, on_progress).all(search)
+            folder.write_result(result.to_dict())
+            return result
+
+
+@contextlib.contextmanager
+def _explain(out: Path, measured: Path) -> Iterator[None]:
+    """End with one line, that says what is kept, whatever ends the run."""
+    try:
+        with explain_os_errors(out):
+            yield
+    except (MemoryError, MeasureError, RuntimeError, PretuneError) as error:
+        count = sum(1 for _ in read_lines(measured))
+        kept = f"{measured} keeps the {count} schedules measured so far; the same command resumes"
+        if isinstance(error, MeasureError):
+            raise MeasureError(f"{error}; {kept}") from error
+        if isinstance(error, MemoryError) or (
+            not isinstance(error, PretuneError) and "memory" in str(error)  # torch's, which has no type
+        ):
+            raise EnvironmentFaultError(f"out of memory; {kept}") from error
+        raise
+
+
+class _Clock:
+    """Seconds by phase, of all runs into a folder; on disk after every step, since a run may be killed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.seconds: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+        self._phase, self._since = "", time.monotonic()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._phase, self._since = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self.tick()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        spent = self.seconds.get(self._phase, 0.0) + now - self._since
+        self.seconds[self._phase], self._since = round(spent, 2), now
+        write_atomic(self._path, self.seconds)
+
+
+@dataclass
+class _Run:
+    """What the phases share."""
+
+    out: Path
+    plan: Plan
+    tasks: list[CorpusTask]
+    target: Target
+    machine: Hardware
+    hardware: Hardware
+    report: Report
+
+    def __post_init__(self) -> None:
+        self.clock = _Clock(self.out / "clock.json")
+        self.notices: list[str] = []
+        self.base, self.weights = self.out / "base", self.out / "weights"
+        self.training = self.out / "training"
+
+    def all(self, search: bool) -> FineTuneResult:
+        """All phases."""
+        with self.clock.phase("measuring"):
+            schedules = self._measure()
+        config = self._config()
+        with self.clock.phase("training"):
+            self._train(config)
+        with self.clock.phase("judging"):
+            rankings = self._rank(config)
+            quality = rankings["after"]["mean"]
+            export(config, self.training, self.weights, name_of(self.hardware), quality)
+        found = None
+        if search:
+            with self.clock.phase("searching"):
+                found = self._search()
+        with self.clock.phase("judging"):
+            kept, why = better(rankings, found)
+            self._finish(rankings, found, schedules)
+            registered = register(self.weights, name_of(self.hardware)) if kept else None
+        memory = {
+            name: round(resource.getrusage(who).ru_maxrss / 1024)
+            for name, who in (("own", resource.RUSAGE_SELF), ("child", resource.RUSAGE_CHILDREN))
+        }
+        return FineTuneResult(
+            kept, why, self.weights, registered, self.plan.base_name, str(self.target),
+            rankings["before"]["mean"], rankings["after"]["mean"], found, schedules,
+            dict(Counter(task.split for task in self.tasks)), self.clock.seconds, memory, self.notices,
+        )  # fmt: skip
+
+    def _left(self, share: float, *phases: str) -> float:
+        """``time.time()`` when a share of the budget of time is used up by some phases."""
+        if self.plan.settings.seconds is None:
+            return math.inf
+        spent = sum(self.clock.seconds.get(phase, 0.0) for phase in phases)
+        return time.time() + share * self.plan.settings.seconds - spent
+
+    def _measure(self) -> int:
+        """Measure, and write the datasets; returns how many schedules there are."""
+        done = self.out / "measured.json"
+        if done.exists():
+            return json.loads(done.read_text())["schedules"]
+        started, before = time.monotonic(), [-1]
+        trials = self.plan.settings.trials
+        until = self._left(MEASURE, "measuring")
+
+        def on_batch(index: int, count: int, name: str) -> None:
+            self.clock.tick()
+            if before[0] < 0:
+                before[0] = count  # of earlier runs, and of the first batch, which waits for workers
+            left = until - time.time()
+            if trials is not None and count > before[0]:
+                left = (time.monotonic() - started) / (count - before[0]) * (trials - count)
+            text = f"{count}{f'/{trials}' if trials else ''} schedules  {name}"
+            self.report(FineTuneProgress("measuring", index, len(self.tasks), text, left))
+
+        model = WorldModel(load_weights(self.base), env.num_threads() or self.machine.cores)
+        self.report(FineTuneProgress("measuring", 0, len(self.tasks)))
+        with open_pool(self.target) as pool:
+            collector = Collector(
+                self.target, self.out / "collected", CollectOptions(), pool, say=self.notices.append
+            )
+            measurer = Measurer(collector, model, self.hardware, self.plan.settings.seed, on_batch)
+            count = measurer.run(self.tasks, Budget(trials, until))
+        self.notices += measurer.failed
+        self._write_datasets(collector.out)
+        write_atomic(done, {"schedules": count})
+        return count
+
+    def _write_datasets(self, collected: Path) -> None:
+        spaces, rows = read_collected([collected])
+        days = {row["time"][:10] for row in rows}
+        name = f"{self.hardware.microarch}-{self.hardware.cores}"
+        described = describe_machine(self.hardware, name=name, target=str(self.target), days=days)
+        for folder, splits in (("dataset", ("train", "validation")), ("dataset-test", ("test",))):
+            tasks = [task for task in self.tasks if task.split in splits]
+            known = {task.id for task in tasks}
+            own = [row for row in rows if row["task"] in known]
+            if not own:
+                raise MeasureError(f"no schedule of the {splits[0]} tasks could be measured")
+            write_parquet(self.out / folder, tasks, spaces, own, described)
+
+    def _config(self) -> TrainConfig:
+        return fine_tuning(
+            self.base,
+            datasets=[str(self.out / "dataset")],
+            test_datasets=[str(self.out / "dataset-test")],
+            seed=self.plan.settings.seed,
+            threads=env.num_threads() or self.machine.cores,
+        )
+
+    def _train(self, config: TrainConfig) -> None:
+        self.report(FineTuneProgress("training", 0, config.epochs, "reading what was measured"))
+        best = [-1.0]
+        started, first = time.monotonic(), [-1]
+
+        def on_epoch(line: dict[str, Any]) -> None:
+            self.clock.tick()
+            epoch = line["epoch"]
+            if first[0] < 0:
+                first[0] = epoch - 1
+            best[0] = max(best[0], line["validation_top1"])
+            left = (time.monotonic() - started) / (epoch - first[0]) * (config.epochs - epoch)
+            text = (
+                f"loss {line['rank']:.3f}  validation top-1 {line['validation_top1']:.3f} "
+                f"(best {best[0]:.3f})"
+            )
+            self.report(FineTuneProgress("training", epoch, config.epochs, text, left))
+
+        self.training.mkdir(exist_ok=True)
+        with self._quiet():
+            train(
+                config,
+                self.training,
+                cache=self.training / "encoded.pickle",
+                deadline=self._left(TRAIN, "training"),
+                on_epoch=on_epoch,
+            )
+
+    def _rank(self, config: TrainConfig) -> dict[str, Any]:
+        self.report(FineTuneProgress("judging", text="ranking the held-out tasks"))
+        with self._quiet():
+            found = rank_held_out(config, self.training, self.base)
+        change = " -> ".join(f"{found[name]['mean']['top1']:.3f}" for name in ("before", "after"))
+        self.report(FineTuneProgress("judging", text=f"held-out top-1 {change}", message=True))
+        return found
+
+    def _search(self) -> dict[str, Any] | None:
+        threads = env.num_threads() or self.machine.cores
+        before, after = (
+            Bench(self.machine, self.target, self.hardware, threads, weights, WorldModel(weights, threads))
+            for weights in (load_weights(self.base), load_weights(self.weights))
+        )
+        with open_pool(self.target) as pool:
+            found = search_held_out(
+                [task for task in self.tasks if task.split == "test"],
+                before,
+                after,
+                pool,
+                self.out / "search",
+                seed=self.plan.settings.seed,
+                until=self._left(1.0, *self.clock.seconds),
+                on_task=lambda n, name: self.report(FineTuneProgress("searching", n, SEARCH_TASKS, name)),
+            )
+        if found is None:
+            self.notices.append("no short search: no time was left, or no held-out task gave latencies")
+        return found
+
+    def _finish(self, rankings: dict[str, Any], search: dict[str, Any] | None, schedules: int) -> None:
+        """Write card and manifest."""
+        plan = self.plan
+        provenance = json.loads((self.weights / "manifest.json").read_text())["provenance"]
+        budget = f"--trials {plan.settings.trials}"
+        if plan.settings.seconds is not None:
+            budget = f"--budget {plan.settings.seconds:.0f}s"
+        provenance["command"] = f"pretune finetune {budget}"
+        provenance["fine_tuned"] = {
+            "base": plan.base_name,
+            "base_repo": plan.base_repo,
+            "schedules": schedules,
+            "tasks": dict(Counter(task.split for task in self.tasks)),
+            "before": rankings["before"]["mean"],
+            "search": {k: v for k, v in search.items() if k != "rows"} if search else None,
+        }
+        finish(self.weights, rankings["after"], provenance)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """What training prints goes to a file: the progress says what matters."""
+        with (self.training / "output.log").open("a") as log, contextlib.redirect_stdout(log):
+            yield

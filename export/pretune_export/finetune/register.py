@@ -1,0 +1,79 @@
+"""From a training run to a weights folder with its card, and to where `pretune tune` finds it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretune import env
+from pretune.hub.integrity import check_folder
+from pretune.hub.validate import validate
+from pretune.messages import explain_os_errors
+from pretune_export.card import write_card
+from pretune_export.config import TrainConfig
+from pretune_export.evidence.plots import draw
+from pretune_export.onnx import export_weights, write_manifest
+from pretune_export.train import describe_data, load_best
+
+if TYPE_CHECKING:
+    from pretune.hardware import Hardware
+
+
+def name_of(hardware: Hardware) -> str:
+    """Name of weights that are fine-tuned for a machine: ``cpu-x86-64-v4-znver4-16``."""
+    level = hardware.isa_level or hardware.arch
+    parts = dict.fromkeys((hardware.kind, level, hardware.microarch, str(hardware.cores)))
+    return "-".join(parts)
+
+
+def export(config: TrainConfig, run: Path, out: Path, name: str, quality: dict[str, float]) -> Path:
+    """Write the weights of a training run, unless they are there and whole; checks them against torch."""
+    if out.is_dir() and not check_folder(out):
+        return out
+    shutil.rmtree(out, ignore_errors=True)
+    found = describe_data(config)
+    return export_weights(
+        load_best(run, config), out, name=name, covers=found.covers, measured_on=found.measured_on,
+        quality=quality, provenance=found.provenance | {"datasets": [], "test_datasets": []},
+    )  # fmt: skip
+
+
+def finish(out: Path, evaluation: dict[str, Any], provenance: dict[str, Any]) -> None:
+    """Write the card of exported weights, with plots, and check the folder as publishing would.
+
+    Raises
+    ------
+    WeightsError
+        Naming what is wrong.
+    """
+    draw(evaluation, out / "evaluation.png")
+    write_manifest(out, provenance)
+    write_card(out, evaluation)
+    write_manifest(out, provenance)
+    validate(out)
+
+
+def register(weights: Path, name: str) -> Path:
+    """Copy weights to where those that are fine-tuned on this machine are looked for.
+
+    Earlier ones of that name are replaced in one step; a kill leaves either.
+
+    Raises
+    ------
+    OutputError
+        If the operating system refuses.
+    """
+    home = env.own_weights_dir()
+    with explain_os_errors(home):
+        home.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=home.parent))
+        try:
+            shutil.copytree(weights, fresh / "new")
+            if (home / name).exists():
+                (home / name).rename(fresh / "old")
+            (fresh / "new").rename(home / name)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    return home / name
