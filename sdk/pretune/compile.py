@@ -13,15 +13,20 @@ import tvm
 from pretune.compat import setup_tvm
 from pretune.errors import EnvironmentFaultError, one_line
 from pretune.intake import Program
+from pretune.intake.task import lower_passes
 from pretune.messages import explain_os_errors
 from pretune.native_log import quiet_native
+from pretune.vector_math import vectorise
 
 _CANNOT_START = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 """Errors of starting a compiler that is none."""
 
 
 def compile_program(program: Program, target: tvm.target.Target, database: Any = None) -> Any:
-    """Compile a program as stock TVM does, with the best schedule of each task that a database knows.
+    """Compile a program with the best schedule of each task that a database knows.
+
+    Without a database this is stock TVM. With one, elementary functions are vectorised, see
+    `pretune.vector_math`, and all else is as ``compile_relax`` and ``compile_tir`` do it.
 
     Parameters
     ----------
@@ -41,12 +46,32 @@ def compile_program(program: Program, target: tvm.target.Target, database: Any =
     setup_tvm(target)
     from tvm.s_tir import meta_schedule as ms
 
-    database = ms.database.MemoryDatabase() if database is None else database
     if program.kind == "relax":
         with quiet_native():
+            kind: Any = target.kind  # TVM annotates it as a string
+            if database is not None and kind.name == "llvm":
+                return _compile_relax(program.mod, target, database)
+            database = ms.database.MemoryDatabase() if database is None else database
             return ms.relax_integration.compile_relax(database, program.mod, target, params=None)
+    if database is None:
+        return tvm.compile(program.mod, target=target)
     schedule = ms.tir_integration.compile_tir(database, program.mod, target)
-    return tvm.compile(program.mod if schedule is None else schedule.mod, target=target)
+    mod = program.mod if schedule is None else schedule.mod
+    return tvm.compile(vectorise(mod, target), target=target)
+
+
+def _compile_relax(mod: tvm.IRModule, target: tvm.target.Target, database: Any) -> Any:
+    """``compile_relax`` for a CPU, with `vectorise` where functions are scheduled and not yet lowered."""
+    from tvm import relax
+
+    with target, database, tvm.transform.PassContext(opt_level=3):  # some passes read them when made
+        passes = [
+            *lower_passes(target),
+            relax.transform.MetaScheduleApplyDatabase(enable_warning=False),
+            tvm.transform.module_pass(lambda mod, _context: vectorise(mod, target), opt_level=0),
+            relax.get_pipeline("default"),
+        ]
+        return tvm.compile(mod, target, relax_pipeline=tvm.transform.Sequential(passes))
 
 
 def export_library(executable: Any, path: str | Path) -> Path:

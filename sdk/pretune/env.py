@@ -42,6 +42,11 @@ def debug() -> bool:
     return os.environ.get("PRETUNE_DEBUG", "") not in ("", "0")
 
 
+def exact_math() -> bool:
+    """``PRETUNE_EXACT_MATH=1``: exp, erf and tanh are libm's, as in stock TVM, see `pretune.vector_math`."""
+    return os.environ.get("PRETUNE_EXACT_MATH", "") not in ("", "0")
+
+
 def bind_threads() -> bool:
     """Whether a measured candidate's threads may be pinned to cores: TVM's own ``TVM_BIND_THREADS``."""
     return os.environ.get("TVM_BIND_THREADS", "1") == "1"

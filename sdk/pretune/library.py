@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from pretune import env
 from pretune.errors import MeasureError, one_line
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def library_key(program: Program, target: Target, database: Path) -> str:
     """
     from tvm_ffi import structural_hash
 
-    parts = [structural_hash(program.mod), str(target), importlib.metadata.version("apache-tvm")]
+    tvm = importlib.metadata.version("apache-tvm")
+    parts = [structural_hash(program.mod), str(target), tvm, env.exact_math()]
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)
     for file in sorted(database.glob("*.json")):
         digest.update(file.read_bytes())

@@ -54,6 +54,7 @@ from pretune.records import (  # noqa: E402
 )
 from pretune.search import Proposal, TaskSearch  # noqa: E402
 from pretune.space import TaskSpace  # noqa: E402
+from pretune.vector_math import vectorise  # noqa: E402
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -452,7 +453,7 @@ class _TaskRun:
             if not proposals:
                 break  # Every candidate of a small design space has been measured.
             proposals = [p for p in proposals if p.candidate.shash not in known]
-            latencies = self._measure(proposals, [p.candidate.mod for p in proposals])
+            latencies = self._measure(proposals, [self._built(p.candidate.mod) for p in proposals])
             search.update(proposals, latencies)
 
     def _note_failures(self) -> None:
@@ -499,6 +500,10 @@ class _TaskRun:
             self.pool.measure(mods, best=best, on_result=on_result)
         return latencies
 
+    def _built(self, mod: Any) -> Any:
+        """A candidate as it is compiled; the untuned program is compiled as stock TVM does it."""
+        return vectorise(mod, self.shared.target)
+
     def _record(self, measured: Measured, **fields: Any) -> None:
         self._keep(self._made(measured, **fields))
 
@@ -537,7 +542,10 @@ class _TaskRun:
         """Write a final record for each finalist; one whose outputs are wrong is recorded as failed."""
         default = [r for r in ranked if r.trace is None and r.latency < TOO_SLOW * ranked[0].latency]
         finalists = [r for r in ranked if r.trace is not None][:FINALISTS] + default
-        mods = [self.task.mod if r.trace is None else replay(self.task.mod, r.trace) for r in finalists]
+        mods = [
+            self.task.mod if r.trace is None else self._built(replay(self.task.mod, r.trace))
+            for r in finalists
+        ]
         timed = self.pool.interleave(mods, rounds=FINAL_ROUNDS)
         for i in sorted(range(len(finalists)), key=lambda i: timed[i].latency):
             if finalists[i].trace is None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from pretune import env
 from pretune.space.trace import plain, trace_to_json
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ def make_record(
 def target_key(target: Target | str | Mapping[str, Any]) -> str:
     """Short hash of what matters in a target: 12 hex digits, the same however the target was written.
 
+    ``PRETUNE_EXACT_MATH`` matters too: latencies with and without it do not compare.
+
     Parameters
     ----------
     target : Target, str or mapping
@@ -188,6 +191,8 @@ def target_key(target: Target | str | Mapping[str, Any]) -> str:
     config = {name: value for name, value in config.items() if name not in derived and "feature." not in name}
     if isinstance(config.get("mattr"), list):
         config["mattr"] = sorted(config["mattr"])
+    if env.exact_math():
+        config["math"] = "exact"
     return _hash(config, 6)
 
 
