@@ -154,7 +154,6 @@ def rewrite(made, out, name, keep, change_space=False, **changes):
 
 
 def test_machines_share_a_dataset(made, tmp_path):
-    from pretune.errors import OptionError
     from pretune_export.dataset import read_parquet
 
     ids = rewrite(made, tmp_path, "first", "ab")
@@ -167,11 +166,28 @@ def test_machines_share_a_dataset(made, tmp_path):
     # What a machine measures again takes the place of what it measured before.
     rewrite(made, tmp_path, "first", "a", change_space=True)
     assert set(read_parquet(tmp_path)[0]) == set(ids.values())
-    with pytest.raises(OptionError, match=f"task {ids['a']} differ between third and"):
-        rewrite(made, tmp_path, "third", "a")
-    assert set(read_parquet(tmp_path)[3]) == {"first", "second"}
+    # Whoever has other design spaces of a task adds them.
+    rewrite(made, tmp_path, "second", "a")
+    tasks, spaces, rows, machines = read_parquet(tmp_path)
+    first, second = ({r["space"] for r in rows[name]} for name in ("first", "second"))
+    assert set(tasks) == {ids["a"]} and not first & second
+    assert [spaces[ids["a"]][k] for k in sorted(first)] == [spaces[ids["a"]][k][:-1] for k in sorted(second)]
     rewrite(made, tmp_path, "first", "b")
+    rewrite(made, tmp_path, "second", "c")
     assert set(read_parquet(tmp_path)[0]) == {ids["b"], ids["c"]}
+
+
+def test_what_is_collected_later_is_added(made, tmp_path):
+    from pretune_export.dataset import read_parquet
+
+    out = tmp_path / "data"
+    parts = ("--corpus", made / "corpus.jsonl", "--out", out, "--machine", "here", "--target", TARGET_JSON)
+    for _twice in range(2):
+        invoke("dataset", made / "c", *parts, "--append")
+    want = read_parquet(made / "data")
+    assert len(list((out / "shards").iterdir())) == 2 and read_parquet(out) == want
+    assert json.loads(invoke("compact", out).stdout) == {"here": len(want[2]["here"])}
+    assert not list((out / "shards").iterdir()) and read_parquet(out) == want
 
 
 def test_test_tasks_are_trained_on_nowhere(made, tmp_path):
@@ -391,7 +407,8 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch):
     assert line.startswith("error: unknown network 'nope'; the names are: ") and "\n" not in line
     (tmp_path / "typo.toml").write_text("datasets = []\nepoch = 3\n")
     assert "epoch" in invoke("train", tmp_path / "typo.toml", tmp_path / "run", status=2).stderr
-    monkeypatch.delitem(sys.modules, "pretune_export.dataset", raising=False)
+    for name in [name for name in sys.modules if name.startswith("pretune_export.dataset")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     line = invoke("convert", tmp_path, tmp_path / "out", status=4).stderr.strip()
     assert line.startswith("error: pretune-export (pyarrow) needs") and "pretune[export]" in line

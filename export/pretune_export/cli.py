@@ -4,6 +4,7 @@
     pretune-export suite    an evaluation suite -> tuning tasks, for tests only
     pretune-export collect  tasks -> measured schedules, resumable
     pretune-export dataset  measured schedules -> parquet under hub_cards/datasets/
+    pretune-export compact  shards that `dataset --append` added -> one file per machine
     pretune-export trajectories  tasks -> real states along random schedules, unmeasured
     pretune-export pretrain      trajectories -> encoder and transition
     pretune-export make     dataset -> trained, evaluated, exported weights with their card
@@ -154,12 +155,15 @@ def collect(
 @click.option("--machine", required=True, help="Short name of the machine that measured, for the file name.")
 @click.option("--target", default="native", show_default=True, help="Target it measured for.")
 @click.option("--exclude", type=FILE, help="Suite file whose subgraphs are left out.")
+@click.option("--append", is_flag=True, help="Add to what MACHINE measured before instead of replacing it.")
 def dataset(
-    collected: tuple[Path, ...], corpus_file: Path, out: Path, machine: str, target: str, exclude: Path | None
-) -> None:
+    collected: tuple[Path, ...], corpus_file: Path, out: Path, machine: str, target: str,
+    exclude: Path | None, append: bool,
+) -> None:  # fmt: skip
     """Turn COLLECTED folders into parquet, beside what other machines have measured in the same dataset.
 
-    What was timed on one thread as well becomes a machine of one core, "MACHINE-serial".
+    Any number of machines may --append to a dataset at the same time; of a candidate measured again, the last
+    measurement counts. What was timed on one thread as well becomes a machine of one core, "MACHINE-serial".
     Run it on the machine that measured: its description goes in.
     """
     from pretune_export.collect import read_collected, serial_rows
@@ -178,13 +182,22 @@ def dataset(
         )
     days = {r["time"][:10] for r in rows}
     described = describe_machine(hardware, name=machine, target=str(made), days=days)
-    write_parquet(out, tasks, spaces, rows, described)
+    write_parquet(out, tasks, spaces, rows, described, append=append)
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
     if serial := serial_rows(rows):
         made, hardware = _target(json.dumps({**json.loads(str(made)), "num-cores": 1}))
         described = describe_machine(hardware, name=f"{machine}-serial", target=str(made), days=days)
-        write_parquet(out, tasks, spaces, serial, described)
+        write_parquet(out, tasks, spaces, serial, described, append=append)
         click.echo(f"{len(serial)} of them on one thread as well")
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def compact(folder: Path) -> None:
+    """Merge the shards in the dataset FOLDER into one file per machine, each candidate once."""
+    from pretune_export.dataset import compact as merge
+
+    click.echo(json.dumps(merge(folder)))
 
 
 @main.command()

@@ -17,7 +17,7 @@ import numpy as np
 from pretune.errors import OptionError
 from pretune.features.schema import SCHEMA_VERSION
 from pretune_export.config import TrainConfig
-from pretune_export.dataset import TaskData, group_candidates, read_parquet
+from pretune_export.dataset import TaskData, dataset_files, group_candidates, read_parquet
 from pretune_export.trajectories import Replayer, choose_steps
 
 
@@ -49,8 +49,9 @@ def data_key(config: TrainConfig, datasets: Sequence[str]) -> str:
     settings = {name: getattr(config, name) for name in ENCODED_BY}
     digest = hashlib.sha256(json.dumps([settings, SCHEMA_VERSION]).encode())
     for folder in datasets:
-        for file in sorted(Path(folder).glob("*.parquet")):
-            digest.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+        for file in dataset_files(Path(folder)):
+            name = file.relative_to(folder).as_posix()
+            digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
     return digest.hexdigest()
 
 

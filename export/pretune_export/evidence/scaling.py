@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pretune_export.config import TrainConfig
-from pretune_export.dataset import TaskData
+from pretune_export.dataset import Dataset, TaskData, compact
 from pretune_export.encoded import load_data
 from pretune_export.evidence.ranking import judge
 from pretune_export.train import load_best, score_task, train
@@ -48,17 +48,16 @@ def subset(
         The folders written.
     """
     folders = [Path(folder) for folder in datasets]
-    training = sorted({task for folder in folders for task in _training(folder)})
+    tables = [Dataset(folder).tasks for folder in folders]
+    training = sorted({t["task"] for tasks_ in tables for t in tasks_.values() if t["split"] == "train"})
     kept = set(np.random.default_rng(seed).permutation(training)[:tasks].tolist())
     dropped = set(training) - kept
     written = []
     for n, folder in enumerate(folders):
         target = out / f"{n}-{folder.name}"
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        for name in ("tasks.parquet", "spaces.parquet"):
-            shutil.copyfile(folder / name, target / name)
-        for file in sorted(folder.glob("measured-*.parquet")):
+        compact(folder, target)
+        for file in sorted(target.glob("measured-*.parquet")):
             table = pq.read_table(file)
             of = table["task"].to_pylist()
             keep = [task not in dropped for task in of]
@@ -67,14 +66,9 @@ def subset(
                 seen[of[i]] += 1
                 if schedules is not None and of[i] in kept and seen[of[i]] > schedules:
                     keep[i] = False
-            pq.write_table(table.filter(pa.array(keep)), target / file.name, compression="zstd")
+            pq.write_table(table.filter(pa.array(keep)), file, compression="zstd")
         written.append(str(target))
     return written
-
-
-def _training(folder: Path) -> list[str]:
-    table = pq.read_table(folder / "tasks.parquet", columns=["task", "split"])
-    return [row["task"] for row in table.to_pylist() if row["split"] == "train"]
 
 
 def scaling(
