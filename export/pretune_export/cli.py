@@ -124,21 +124,25 @@ def suite(suite_file: Path, out: Path, target: str) -> None:
     "--model", type=FOLDER, help="Weights folder that proposes the candidates of every other round."
 )
 @click.option("--serial", is_flag=True, help="Time every candidate on one thread as well.")
+@click.option("--limit", type=click.IntRange(1), help="Only so many tasks, chosen at random.")
+@click.option("--min-space", type=float, help="Only tasks with so many schedules in their design spaces.")
 @click.option("--seed", type=int, default=0, show_default=True)
 def collect(
     corpus_file: Path, out: Path, target: str, minutes: float, random_: int, mutated: int, rounds: int,
-    model: Path | None, serial: bool, seed: int,
+    model: Path | None, serial: bool, limit: int | None, min_space: float | None, seed: int,
 ) -> None:  # fmt: skip
     """Measure schedules of the tasks in CORPUS on this machine; appends to OUT and resumes there."""
     import random
 
     from pretune.measure import MeasurePool
-    from pretune_export.collect import CollectOptions, Collector, model_proposals
+    from pretune_export.collect import CollectOptions, Collector, model_proposals, with_choice
     from pretune_export.networks import load_corpus
 
     made, hardware = _target(target)
     tasks = list(load_corpus(corpus_file))
     random.Random(seed).shuffle(tasks)
+    if limit or min_space:
+        tasks = with_choice(tasks, made, min_space or 0, limit)
     propose = model_proposals(model, hardware) if model else None
     options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed, serial=serial)
     with MeasurePool(made, build_timeout=8.0, run_timeout=8.0) as pool:

@@ -8,9 +8,10 @@ the machine's speed moved is dropped and measured again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
     from pretune.measure.result import Measured
     from pretune_export.networks import CorpusTask
+
+CHUNK = 64
+"""Candidates between two calibrations, at most: so few take less than a minute."""
 
 PENDING = "pending.jsonl"
 """Holds the rows of the batch that is being measured."""
@@ -176,10 +180,11 @@ class Collector:
     def measure(
         self, task: str, policy: str, batch: Sequence[Candidate], best: float | None
     ) -> list[Measured]:
-        """Measure candidates of a task between two calibrations, and append a row for each.
+        """Measure candidates of a task, and append a row for each.
 
-        If the machine's speed moved meanwhile, all are measured again, up to twice. What a run that is killed
-        has measured of a batch is taken over by the next one.
+        Every `CHUNK` of them is measured between two calibrations. If the machine's speed moved meanwhile,
+        those are measured again, up to twice. What a run that is killed has measured is taken over by the
+        next one.
 
         Parameters
         ----------
@@ -191,7 +196,16 @@ class Collector:
         best : float or None
             Best latency of the task so far, in seconds.
         """
+        results: list[Measured] = []
+        for at in range(0, len(batch), CHUNK):
+            results += self._chunk(task, policy, batch[at : at + CHUNK], best)
+            fastest = min(result.latency for result in results)
+            best = fastest if best is None else min(best, fastest)
+        return results
 
+    def _chunk(
+        self, task: str, policy: str, batch: Sequence[Candidate], best: float | None
+    ) -> list[Measured]:
         def row(i: int, result: Measured) -> dict[str, Any]:
             return {
                 "task": task,
@@ -220,7 +234,7 @@ class Collector:
             after = self.pool.calibrate()
             if abs(after / before - 1) <= MAX_DRIFT or attempt == 2:
                 break
-            self.say(f"calibration moved by {after / before - 1:+.0%}: batch measured again")
+            self.say(f"calibration moved by {after / before - 1:+.0%}: {len(batch)} measured again")
         for i, result in enumerate(results):
             self.append("measured.jsonl", row(i, result))
         (self.out / PENDING).unlink(missing_ok=True)
@@ -230,6 +244,14 @@ class Collector:
         """Append a line to a file of the folder."""
         with (self.out / name).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def with_choice(
+    tasks: Iterable[CorpusTask], target: Target, least: float, limit: int | None
+) -> list[CorpusTask]:
+    """The first tasks whose design spaces hold at least so many schedules, up to `limit` of them."""
+    found = (t for t in tasks if TaskSpace.generate(tvm.ir.load_json(t.mod), target).size >= least)
+    return list(itertools.islice(found, limit))
 
 
 def sample(space: TaskSpace, n: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray]]:
