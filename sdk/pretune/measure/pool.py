@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 import weakref
@@ -16,16 +15,14 @@ import numpy as np
 
 from pretune import env
 from pretune.errors import MeasureError
-from pretune.measure import check, worker
+from pretune.measure import worker
+from pretune.measure.base import MAX_WORKERS, SLOW_FACTOR, OnResult, Pool, timed
 from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess, wait_any
 from pretune.measure.result import ErrorKind, Measured
 
 if TYPE_CHECKING:
     import tvm
 
-SLOW_FACTOR = 4.0
-"""A candidate this many times slower than the best known one is not timed any further."""
-MAX_WORKERS = 16
 _MAX_START_FAILURES = 3  # in a row: then it is the installation, not a candidate
 _MAX_IDLE_DEATHS = 10  # in a row: then something outside kills the workers
 
@@ -39,7 +36,7 @@ def _kill_all(workers: list[WorkerProcess], owner: int) -> None:
         workers.clear()
 
 
-class MeasurePool:
+class MeasurePool(Pool):
     """Worker processes that compile and time candidates in isolation.
 
     Builds run on all workers at once, then candidates are timed one at a time while nothing builds. A
@@ -79,6 +76,7 @@ class MeasurePool:
     ) -> None:
         import tvm
 
+        super().__init__()
         target = tvm.target.Target(target)
         attrs: Any = target.attrs
         cores = int(attrs.get("num-cores", 0)) or len(os.sched_getaffinity(0))
@@ -87,19 +85,11 @@ class MeasurePool:
         self.build_timeout, self.run_timeout, self.batch = build_timeout, run_timeout, batch
         self._target = str(tvm.ir.save_json(target))
         self._quiet = quiet or contextlib.nullcontext
-        self._ids = itertools.count()
         self._start_failures = 0
         self._idle_deaths = 0
-        self._reference: tuple[str, int, bool, dict[int, np.ndarray]] | None = None
         self._workers: list[WorkerProcess] = []
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
         self._staff(1)
-
-    def __enter__(self) -> MeasurePool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Kill the workers."""
@@ -114,28 +104,8 @@ class MeasurePool:
         best: float | None = None,
         slow_factor: float = SLOW_FACTOR,
         serial: bool = False,
-        on_result: Callable[[int, Measured], None] | None = None,
+        on_result: OnResult | None = None,
     ) -> list[Measured]:
-        """Build and time candidates.
-
-        Parameters
-        ----------
-        candidates : sequence of IRModule or str
-            Scheduled modules with one PrimFunc ``main``, or what `tvm.ir.save_json` makes of them.
-        best : float, optional
-            The best latency known, in seconds: a candidate more than `slow_factor` times slower is stopped
-            early, and it improves with every candidate. Without it, candidates above 0.05 s are.
-        serial : bool
-            Time candidates that are not stopped early on one thread as well: one build, a second label.
-        on_result : callable, optional
-            Called with the position and result of each candidate as soon as it is known, before the next one
-            is timed. If it raises, the exception passes through.
-
-        Returns
-        -------
-        list of Measured
-            In the order of `candidates`.
-        """
         results: dict[int, Measured] = {}
         jobs = [self._job(candidate) for candidate in candidates]
         position = {job.index: at for at, job in enumerate(jobs)}
@@ -161,7 +131,7 @@ class MeasurePool:
                             answer = self._call(one, worker.Time(job.index, limit, serial), self.run_timeout)
                             if answer is None:  # it had died before: what it had built is lost
                                 break
-                            finish(job, _timed(answer, build_s))
+                            finish(job, timed(answer, build_s))
                             one.built.pop(job.index)
                             if not one.alive:
                                 break
@@ -172,15 +142,6 @@ class MeasurePool:
         return [results[at] for at in range(len(jobs))]
 
     def interleave(self, candidates: Sequence[tvm.IRModule | str], *, rounds: int = 5) -> list[Measured]:
-        """Time finalists in turns (A B C A B C ...), so that a drifting machine treats them alike.
-
-        All are built in one worker and run on the same arrays.
-
-        Returns
-        -------
-        list of Measured
-            In the order of `candidates`, one latency for each round.
-        """
         jobs = [self._job(candidate) for candidate in candidates]
         failed: dict[int, Measured] = {}
         times: dict[int, list[float]] = {job.index: [] for job in jobs}
@@ -205,7 +166,7 @@ class MeasurePool:
                     numbers[index] = answer.number
                     run_s[index] += answer.seconds
                 else:
-                    failed[index] = _timed(answer, seconds)
+                    failed[index] = timed(answer, seconds)
                 if not one.alive:
                     return False
             return True
@@ -225,79 +186,7 @@ class MeasurePool:
             for index in times
         ]
 
-    def outputs(
-        self, candidate: tvm.IRModule | str, *, seed: int = 0, signed: bool = True
-    ) -> dict[int, np.ndarray]:
-        """Run a program once on seeded random arguments, and take those that it changed.
-
-        Parameters
-        ----------
-        seed : int
-            The same seed gives the same arguments.
-        signed : bool
-            Whether floats have either sign or are positive; magnitudes are 0.1 to 1. Integers are 0 or 1.
-
-        Returns
-        -------
-        dict of int to ndarray
-            Contents after the call by argument position.
-
-        Raises
-        ------
-        MeasureError
-            If it does not build or run.
-        """
-        found = self._outputs(self._job(candidate), seed, signed, ())
-        if isinstance(found, Measured):
-            raise MeasureError(f"the program fails to {_STAGE[found.error_kind]}: {found.error}")
-        return found
-
-    def compare(
-        self,
-        reference: tvm.IRModule | str,
-        candidate: tvm.IRModule | str,
-        *,
-        seed: int = 0,
-        tolerance: Mapping[str, tuple[float, float]] | None = None,
-    ) -> str | None:
-        """Check that a candidate computes what the reference does, on random arguments.
-
-        Floats have either sign; where that gives the reference a NaN (a square root), positive ones are tried
-        as well.
-
-        Parameters
-        ----------
-        tolerance : mapping of str to (float, float), optional
-            Relative and absolute tolerance by dtype, in place of those in `pretune.measure.TOLERANCE`.
-
-        Returns
-        -------
-        str or None
-            None if it does; else one line with the largest difference, or why the candidate does not run.
-
-        Raises
-        ------
-        MeasureError
-            If the reference does not build or run.
-        """
-        original, other = self._job(reference), self._job(candidate)
-        for signed in (True, False):
-            want = self._reference_outputs(original, seed, signed)
-            got = self._outputs(other, seed, signed, tuple(want))
-            if isinstance(got, Measured):
-                return f"fails to {_STAGE[got.error_kind]}: {got.error}"
-            if extra := set(got) - set(want):
-                # Changed by the candidate only; equal all the same if the reference wrote what was there.
-                again = self._outputs(original, seed, signed, tuple(extra))
-                want = want if isinstance(again, Measured) else want | again
-            if line := check.difference(want, got, tolerance):
-                return line
-            if not any(check.has_nan(array) for array in want.values()):
-                break
-        return None
-
     def calibrate(self) -> float:
-        """Seconds of a fixed kernel, a matmul on all threads, to notice a machine whose speed has changed."""
         with self._kill_on_error():
             while True:
                 one = self._ready()
@@ -311,13 +200,6 @@ class MeasurePool:
                     )
 
     # Steps of these
-
-    def _job(self, candidate: tvm.IRModule | str) -> Job:
-        if not isinstance(candidate, str):
-            import tvm
-
-            candidate = str(tvm.ir.save_json(candidate))
-        return Job(next(self._ids), candidate)
 
     def _build(self, jobs: Iterable[Job], finish: Finish, *, most: int | None = None) -> None:
         """Build on up to `most` workers. On return all workers are idle; failed jobs are finished.
@@ -363,17 +245,8 @@ class MeasurePool:
                 if isinstance(answer, worker.Done):
                     return {array.position: worker.to_numpy(array) for array in answer.arrays}
                 if answer is not None:
-                    return _timed(answer, 0.0)
+                    return timed(answer, 0.0)
         return failures[0]
-
-    def _reference_outputs(self, job: Job, seed: int, signed: bool) -> dict[int, np.ndarray]:
-        # Candidates of one task are compared one after another: keep the last reference's outputs.
-        if self._reference is None or self._reference[:3] != (job.text, seed, signed):
-            found = self._outputs(job, seed, signed, ())
-            if isinstance(found, Measured):
-                raise MeasureError(f"the reference fails to {_STAGE[found.error_kind]}: {found.error}")
-            self._reference = (job.text, seed, signed, found)
-        return self._reference[3]
 
     # Workers
 
@@ -450,28 +323,3 @@ class MeasurePool:
         except BaseException:
             self.close()
             raise
-
-
-_STAGE: dict[ErrorKind, str] = {
-    "build": "build",
-    "build-timeout": "build",
-    "run": "run",
-    "run-timeout": "run",
-    "crash": "run",
-}
-
-
-def _timed(answer: Answer, build_s: float) -> Measured:
-    """The result of a candidate that was run."""
-    if isinstance(answer, worker.Done):
-        return Measured(
-            latencies=answer.latencies,
-            serial_latencies=answer.serial_latencies,
-            build_s=build_s,
-            run_s=answer.seconds,
-            stopped_early=answer.stopped_early,
-        )
-    kind: ErrorKind = "run" if isinstance(answer, worker.Failed) else "crash"
-    if isinstance(answer, Late):
-        kind = "run-timeout"
-    return Measured(build_s=build_s, run_s=answer.seconds, error_kind=kind, error=answer.error)

@@ -30,6 +30,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         and ``run-timeout`` missed deadlines, ``crash`` a worker that died.
     error : str
         ``""``, or one line saying what happened.
+    device : str
+        ``"HOST:PORT"`` of the RPC server it ran on; ``""`` on this machine.
     """
 
     latencies: tuple[float, ...] = ()
@@ -39,6 +41,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     stopped_early: bool = False
     error_kind: ErrorKind = ""
     error: str = ""
+    device: str = ""
 
     @property
     def ok(self) -> bool:
