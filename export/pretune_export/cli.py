@@ -297,12 +297,21 @@ def _config(path: Path, type_: Any = None) -> Any:
 @click.argument("out", type=FOLDER)
 @click.option("--minutes", type=float, help="Stop after the epoch in which this time is up.")
 def train(config: Path, out: Path, minutes: float | None) -> None:
-    """Train a world model as CONFIG says; resumes in OUT."""
+    """Train a world model as CONFIG says; resumes in OUT.
+
+    Several processes train it together, with the same result up to rounding, as in
+
+        torchrun --nproc-per-node 2 -m pretune_export.cli train CONFIG OUT
+    """
+    from pretune_export.distributed import process_group, rank
     from pretune_export.train import train as run
 
     deadline = time.time() + 60 * minutes if minutes else float("inf")
     out.mkdir(parents=True, exist_ok=True)
-    click.echo(json.dumps(run(_config(config), out, cache=out / "encoded.pickle", deadline=deadline)))
+    with process_group():
+        best = run(_config(config), out, cache=out / "encoded.pickle", deadline=deadline)
+        if rank() == 0:
+            click.echo(json.dumps(best))
 
 
 @main.command()

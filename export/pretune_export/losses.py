@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from pretune.features.schema import STATE_BLOCK
 from pretune_export.batches import Batch
 from pretune_export.config import TrainConfig
+from pretune_export.distributed import shared
 from pretune_export.nets import Sizes, WorldModelNet
 
 
@@ -55,11 +56,15 @@ class Decoder(torch.nn.Module):
         return self.net(z)
 
 
-def predict(net: WorldModelNet, batch: Batch, without: str = "") -> tuple[Tensor, list[Tensor]]:
-    """Scores ``[n]`` of a batch, and the latents after each step, ``[n, latent]`` each."""
+def predict(net: WorldModelNet, batch: Batch, without: str = "") -> tuple[Tensor, Tensor]:
+    """Scores ``[n]`` of a batch, and the latents after each step, ``[n, T, latent]``."""
+
+    def rollout(z0: Tensor, types: Tensor, actions: Tensor, mask: Tensor) -> Tensor:
+        return torch.stack(net.rollout(z0, types, actions, mask, truncate=without == "rollouts"), dim=1)
+
     z0 = net.encoder(*batch.initial)[batch.task]
-    zs = net.rollout(z0, batch.types, batch.actions, batch.mask, truncate=without == "rollouts")
-    final = z0 if without == "transition" else zs[-1]
+    zs = shared(rollout, z0, batch.types, batch.actions, batch.mask)
+    final = z0 if without == "transition" else zs[:, -1]
     if without == "rollouts":  # The ranking must not teach the transition through many steps either.
         final = final.detach()
     return rank(net, final, batch, without=without), zs
@@ -84,9 +89,9 @@ def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConf
     score, zs = predict(net, batch, config.without)
     out = {"rank": ranking_loss(score, batch.target, batch.task, regression)}
     if batch.states is not None:
-        true = net.encoder(*batch.states)
+        true = shared(net.encoder, *batch.states)
         row, step = batch.state_at[:, 0], batch.state_at[:, 1]
-        predicted = torch.stack(zs, dim=1)[row, step]
+        predicted = zs[row, step]
         # Both move: the prediction to the encoder's state, and, more slowly, the state to what can be
         # predicted.
         out["align"] = F.mse_loss(predicted, true.detach()) + 0.1 * F.mse_loss(predicted.detach(), true)

@@ -22,6 +22,7 @@ from pretune.model.weights import ISA_LEVELS
 from pretune_export.batches import make_batch
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import TaskData, read_parquet
+from pretune_export.distributed import any_of, average_gradients, first_alone, rank, wait_for_all, world_size
 from pretune_export.encoded import Data, Machine, data_key, load_data
 from pretune_export.losses import Decoder, losses, predict
 from pretune_export.nets import Sizes, WorldModelNet, load_net
@@ -129,11 +130,16 @@ def train(
 
     Continues from ``last.pt`` if that is of the same configuration and data; else `out` starts anew.
     `on_epoch` is called with each line of the log.
+
+    Where torch has a default process group (`distributed`), its processes train together; all must see `out`,
+    which the first of them writes to, and which alone calls `on_epoch`.
     """
+    lead = rank() == 0
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.threads)
     out.mkdir(parents=True, exist_ok=True)
-    data = load_data(config, cache)
+    with first_alone():
+        data = load_data(config, cache)
     if config.base:
         net = load_net(Path(config.base)).train()
     else:
@@ -143,9 +149,8 @@ def train(
         load_pretrained(Path(config.pretrained), net)
     sizes = net.sizes
     decoder = Decoder(sizes)
-    optimizer = torch.optim.AdamW(
-        [*net.parameters(), *decoder.parameters()], lr=config.learning_rate, weight_decay=config.weight_decay
-    )
+    parameters = [*net.parameters(), *decoder.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
     per_epoch = max(1, len(data.train) // config.tasks_per_batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.learning_rate, total_steps=config.epochs * per_epoch + 1, pct_start=0.1
@@ -157,12 +162,14 @@ def train(
     last, key = out / "last.pt", run_key(config)
     saved = torch.load(last, weights_only=True) if last.exists() else None
     if saved is not None and saved.get("key") != key:
-        print(f"{out} is of another configuration or other data: training anew", file=sys.stderr, flush=True)
+        if lead:
+            print(f"{out} is of another configuration or other data: training anew", file=sys.stderr)
         saved = None
-    if saved is None:
+    wait_for_all()  # Nobody removes or writes what another has yet to look at.
+    if saved is None and lead:
         for stale in (last, out / "best.pt", out / "log.jsonl"):
             stale.unlink(missing_ok=True)
-    else:
+    if saved is not None:
         net.load_state_dict(saved["net"])
         average.load_state_dict(saved["average"])
         decoder.load_state_dict(saved["decoder"])
@@ -170,10 +177,12 @@ def train(
         schedule.load_state_dict(saved["schedule"])
         start, best = saved["epoch"], saved["best"]
     count = sum(len(g.latency) for t in data.train for g in t.groups)
-    print(
-        f"{len(data.train)} training tasks with {count} schedules, {len(data.validation)} validation tasks",
-        flush=True,
-    )
+    if lead:
+        print(
+            f"{len(data.train)} training tasks with {count} schedules, {len(data.validation)} validation "
+            f"tasks; processes: {world_size()}",
+            flush=True,
+        )
     for epoch in range(start, config.epochs):
         rng = np.random.default_rng([config.seed, epoch])
         order = rng.permutation(len(data.train))
@@ -185,9 +194,10 @@ def train(
             ]
             batch = make_batch(tasks, data.machines, config.candidates_per_task, rng)
             terms = losses(net, decoder, batch, config)
-            loss = sum(getattr(config, name, 1.0) * term for name, term in terms.items())
+            loss = torch.stack([getattr(config, name, 1.0) * term for name, term in terms.items()]).sum()
             optimizer.zero_grad()
             loss.backward()
+            average_gradients(parameters)
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -199,31 +209,36 @@ def train(
             "seconds": round(time.time() - began, 1),
             **{k: round(v, 4) for k, v in sums.items()},
         }
-        done = epoch + 1 == config.epochs or time.time() > deadline
+        done = epoch + 1 == config.epochs or any_of(time.time() > deadline)
         if (epoch + 1) % config.validate_every == 0 or done:
             quality = validate(average.module, data.validation, data.machines, config.without)
             line |= {f"validation_{k}": round(v, 4) for k, v in quality.items()}
             value = merit(quality)
             if value > best["value"]:
                 best = {"value": value, "epoch": epoch + 1, **quality}
-                torch.save(
-                    {"net": average.module.state_dict(), "sizes": sizes.to_dict(), "best": best, "key": key},
-                    out / "best.pt",
-                )
-        with (out / "log.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        on_epoch(line)
-        torch.save(
-            {
-                "net": net.state_dict(), "average": average.state_dict(), "decoder": decoder.state_dict(),
-                "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
-                "epoch": epoch + 1, "best": best, "key": key,
-            },
-            last,
+                weights = average.module.state_dict()
+                _save(out / "best.pt", net=weights, sizes=sizes.to_dict(), best=best, key=key)
+        if lead:
+            with (out / "log.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            on_epoch(line)
+        _save(
+            last, net=net.state_dict(), average=average.state_dict(), decoder=decoder.state_dict(),
+            optimizer=optimizer.state_dict(), schedule=schedule.state_dict(), epoch=epoch + 1, best=best,
+            key=key,
         )  # fmt: skip
         if done:
             break
+    wait_for_all()  # Whoever returns finds the files.
     return best
+
+
+def _save(path: Path, **content: Any) -> None:
+    """Write a checkpoint in one step, from the first process."""
+    if rank() == 0:
+        partial = path.with_name(path.name + ".partial")
+        torch.save(content, partial)
+        partial.replace(path)
 
 
 def load_best(run: Path, config: TrainConfig) -> WorldModelNet:
