@@ -14,9 +14,9 @@ from test_evidence import write_part
 torch = pytest.importorskip("torch")
 
 
-def torchrun(root, run, processes, *args):
+def torchrun(root, run, processes):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = ["-m", "pretune_export.cli", "train", root / "config.toml", run, *args]
+    command = ["-m", "pretune_export.cli", "train", root / "config.toml", run]
     done = subprocess.run(
         [*launch, f"--nproc-per-node={processes}", *map(str, command)],
         capture_output=True, text=True, timeout=900,

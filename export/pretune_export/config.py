@@ -34,6 +34,8 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         spread of their inputs.
     average : float
         Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
+    threads : int
+        Of each process that trains.
     without : str
         One part to leave out, to see what it is worth (`ABLATIONS`).
     """

@@ -21,7 +21,7 @@ from pretune.errors import OptionError
 from pretune.model.weights import ISA_LEVELS
 from pretune_export.batches import make_batch
 from pretune_export.config import TrainConfig
-from pretune_export.dataset import TaskData, read_parquet
+from pretune_export.dataset import Dataset, TaskData
 from pretune_export.distributed import any_of, average_gradients, first_alone, rank, wait_for_all, world_size
 from pretune_export.encoded import Data, Machine, data_key, load_data
 from pretune_export.losses import Decoder, losses, predict
@@ -103,7 +103,7 @@ def merit(quality: Mapping[str, float]) -> float:
 def fit_inputs(net: WorldModelNet, data: Data) -> None:
     """Standardise the networks' inputs by the training tasks: actions, initial and real states, summaries."""
     groups = [g for task in data.train for g in task.groups]
-    states = [task.initial for task in data.train] + [s for g in groups for s in g.states.values()]
+    states = [g.initial for g in groups] + [s for g in groups for s in g.states.values()]
     loops = np.concatenate([s.loops.reshape(-1, s.loops.shape[2]) for s in states])
     arrays = (
         np.concatenate([a[:2] for g in groups for a in g.actions]),
@@ -292,10 +292,14 @@ def describe_data(config: TrainConfig) -> DataDescription:
     measured_on, named = [], set()
     kinds, levels = set(), set()
     for folder in config.datasets:
-        tasks, _spaces, rows, machines = read_parquet(Path(folder))
-        named |= {n for t in tasks.values() if t["split"] == "train" for n in t["networks"]}
-        for name, members in rows.items():
-            machine = machines[name]
+        data = Dataset(Path(folder))
+        named |= {n for t in data.tasks.values() if t["split"] == "train" for n in t["networks"]}
+        for name, machine in data.machines.items():
+            schedules, tasks, days = 0, set(), set()
+            for row in data.rows(name):
+                schedules += 1
+                tasks.add(row["task"])
+                days.add(row["time"][:10])
             kinds.add((machine["kind"], machine["arch"]))
             levels.add(machine["isa_level"])
             measured_on.append(
@@ -304,9 +308,9 @@ def describe_data(config: TrainConfig) -> DataDescription:
                     "microarch": machine["microarch"],
                     "isa_level": machine["isa_level"],
                     "cores": int(machine["cores"]),
-                    "schedules": len(members),
-                    "tasks": len({m["task"] for m in members}),
-                    "days": sorted({m["time"][:10] for m in members}),
+                    "schedules": schedules,
+                    "tasks": len(tasks),
+                    "days": sorted(days),
                 }
             )
     if len(kinds) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,8 @@ import numpy as np
 import tvm
 
 from pretune.features import ActionEncoder, State, encode_state
-from pretune.features.program import read_program
+from pretune.features.program import Block, read_program
+from pretune.space.packing import initial_program, prefix_length
 
 
 @dataclass
@@ -34,6 +36,8 @@ class Group:
         Instruction index of every action, -1 for ``Postproc``.
     instructions : list
         The design space: instructions of its trace, as JSON.
+    initial : State
+        Of the program that the decisions start from.
     """
 
     task: str
@@ -47,12 +51,13 @@ class Group:
     decisions: list[np.ndarray]
     insts: list[int]
     instructions: list[Any]
+    initial: State
     states: dict[tuple[int, int], State] = field(default_factory=dict)
 
 
 @dataclass
 class TaskData:
-    """A task on one machine: its initial state, and a group for each of its design spaces.
+    """A task on one machine: a group for each of its design spaces.
 
     Attributes
     ----------
@@ -70,7 +75,6 @@ class TaskData:
     networks: tuple[str, ...]
     weights: tuple[int, ...]
     mod: str
-    initial: State
     groups: list[Group]
 
 
@@ -88,14 +92,20 @@ def group_candidates(
     rows : list of dict
         ``space``, ``decisions``, ``latencies``, ``ok``.
     """
-    func = tvm.ir.load_json(task["mod"])["main"]
-    blocks = read_program(func)
+    mod = tvm.ir.load_json(task["mod"])
+    programs: dict[str, tuple[list[Block], State]] = {}  # those that the design spaces start from
     by_space: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         by_space[row["space"]].append(row)
     groups = []
     for k, members in sorted(by_space.items()):
-        encoder = ActionEncoder(blocks, spaces[k], cores)
+        first = prefix_length(spaces[k])
+        made_by = json.dumps(spaces[k][:first])
+        if made_by not in programs:
+            func = initial_program(mod, spaces[k])["main"]
+            programs[made_by] = read_program(func), encode_state(func, cores=cores)
+        blocks, initial = programs[made_by]
+        encoder = ActionEncoder(blocks, spaces[k], cores, first)
         slots = len(members[0]["decisions"])
         decisions = [np.array([m["decisions"][s] for m in members], dtype=np.int32) for s in range(slots)]
         actions, summary = encoder.encode(decisions)
@@ -113,6 +123,7 @@ def group_candidates(
                 decisions,
                 [s.inst for s in encoder.steps],
                 spaces[k],
+                initial,
             )
         )
     return TaskData(
@@ -122,6 +133,5 @@ def group_candidates(
         tuple(task["networks"]),
         tuple(task["weights"]),
         task["mod"],
-        encode_state(func, cores=cores),
         groups,
     )
