@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,8 @@ def _prepare(job: tuple[dict, list, dict[str, list[dict]], dict[str, dict], Trai
         data = group_candidates(task, spaces, rows, machine, cores)
         rng = np.random.default_rng([config.seed, int(task["id"][:8], 16)])
         if config.candidates_with_states:
-            replayer = Replayer(tvm.ir.load_json(task["mod"]), target, cores)
+            mod: Any = tvm.ir.load_json(task["mod"])
+            replayer = Replayer(mod, target, cores)
             everyone = [
                 (g, i) for g in data.groups for i in range(len(g.latency)) if np.isfinite(g.latency[i])
             ]

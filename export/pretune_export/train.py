@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -211,7 +211,9 @@ def train(
         }
         done = epoch + 1 == config.epochs or any_of(time.time() > deadline)
         if (epoch + 1) % config.validate_every == 0 or done:
-            quality = validate(average.module, data.validation, data.machines, config.without)
+            quality = validate(
+                cast(WorldModelNet, average.module), data.validation, data.machines, config.without
+            )
             line |= {f"validation_{k}": round(v, 4) for k, v in quality.items()}
             value = merit(quality)
             if value > best["value"]:

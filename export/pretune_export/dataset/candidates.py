@@ -92,7 +92,7 @@ def group_candidates(
     rows : list of dict
         ``space``, ``decisions``, ``latencies``, ``ok``.
     """
-    mod = tvm.ir.load_json(task["mod"])
+    mod: Any = tvm.ir.load_json(task["mod"])
     programs: dict[str, tuple[list[Block], State]] = {}  # those that the design spaces start from
     by_space: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:

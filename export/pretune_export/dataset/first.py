@@ -48,7 +48,7 @@ def read_shared(folder: Path) -> tuple[list[CorpusTask], dict[str, list], list[d
     tasks: dict[str, CorpusTask] = {}
     ids: dict[str, str] = {}
     for t in lines("tasks.jsonl.gz"):
-        mod = tvm.ir.load_json(t["mod"])
+        mod: Any = tvm.ir.load_json(t["mod"])
         try:
             task = make_task(t["name"], mod["main"])
         except InputError:  # The product would not tune it.
