@@ -213,30 +213,67 @@ def test_subsets_are_nested_and_validate_alike(root, tmp_path):
     assert len(short["train"]) == 5 * len({r[0] for r in whole["train"]})
 
 
-def bench(trials, baseline_trials, ratios, zero):
+def bench(trials, baseline_trials, ratios, zero, curves=None):
+    """What `pretune bench search --trials 0,N` prints of ratios by subgraph, one for each seed."""
     rows = [
-        {"name": name, "seed": seed, "ratio": ratio, "zero_ratio": zero}
+        {
+            "name": name,
+            "seed": seed,
+            "ratios": [
+                {"trials": n, "baseline_trials": baseline_trials, "ratio": found}
+                for n, found in ((0, zero), (trials, ratio))
+                if found
+            ],
+            "curves": curves or {},
+        }
         for name, each in ratios.items()
         for seed, ratio in enumerate(each)
     ]
-    machine = {"cpu": "Z80", "microarch": "z80", "cores": 2, "weights": "w"}
-    return {"trials": trials, "baseline_trials": baseline_trials, "rows": rows, **machine}
+    machine = {"cpu": "Z80", "microarch": "z80", "cores": 2, "weights": "w", "summary": []}
+    return {"trials": [0, trials], "baseline_trials": [baseline_trials], "rows": rows, **machine}
 
 
 def test_search_is_summed_up_by_budget():
     from pretune_export.evidence.search import summarise
 
     benches = [
-        bench(64, 64, {"a": [2.0, 1.0], "b": [2.0, 4.0], "c": [None, None]}, zero=0.5),
+        bench(64, 64, {"a": [2.0, 1.0], "b": [2.0, 4.0], "c": [None, None]}, zero=None),
         bench(16, 64, {"a": [1.0], "b": [1.0]}, zero=0.7),
+        bench(64, 256, {"a": [0.5]}, zero=None),
     ]
     rows = summarise(benches)
-    assert [(r["trials"], r["baseline_trials"]) for r in rows] == [(0, 64), (16, 64), (64, 64)]
-    last = rows[-1]
-    assert last["geomean"] == pytest.approx(2) and last["median"] == 2
-    assert last["low"] == pytest.approx(2) and last["high"] == pytest.approx(2)
-    assert (last["subgraphs"], last["seeds"]) == (2, 2)
-    assert rows[0]["geomean"] == pytest.approx(0.5)
+    assert [(r["trials"], r["baseline_trials"]) for r in rows] == [(0, 64), (16, 64), (64, 64), (64, 256)]
+    assert rows[2]["geomean"] == pytest.approx(2) and rows[2]["median"] == 2
+    assert rows[2]["seed_low"] == pytest.approx(2) == rows[2]["seed_high"]
+    assert (rows[2]["subgraphs"], rows[2]["seeds"], rows[2]["cpu"]) == (2, 2, "Z80")
+    assert rows[0]["geomean"] == pytest.approx(0.7)
+
+
+CURVES = {
+    "pretune": [[1, 4.0], [2, 2.0], [4, 1.0]],
+    "metaschedule": [[1, None], [2, 8.0], [4, 2.0]],
+}
+
+
+def test_curves_are_relative_to_the_end_of_the_baseline():
+    from pretune_export.evidence.search import curves
+
+    whole = bench(4, 4, {"a": [2.0], "b": [2.0]}, zero=None, curves=CURVES)
+    other = {side: [[n, t and t * 4] for n, t in points] for side, points in CURVES.items()}
+    whole["rows"] += bench(4, 4, {"a": [2.0, 2.0]}, zero=None, curves=other)["rows"][1:]
+    whole["rows"][-1]["curves"]["pretune"][-1][1] = 16.0
+    without = bench(64, 64, {"a": [1.0]}, zero=None)  # of baselines that an earlier version kept
+    found = curves([without, whole])
+    assert found["baseline_trials"] == 4
+    ours = {point["trials"]: point for point in found["pretune"]}
+    assert ours[1]["geomean"] == pytest.approx(0.5) and ours[2]["geomean"] == pytest.approx(1)
+    assert (ours[4]["low"], ours[4]["high"]) == pytest.approx((0.5, 2))
+    assert ours[4]["geomean"] == pytest.approx(2 ** (1 / 3))
+    assert [(p["trials"], p["geomean"]) for p in found["metaschedule"]] == [
+        (2, pytest.approx(0.25)),
+        (4, pytest.approx(1)),
+    ]
+    assert curves([without]) == {}
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +282,9 @@ def evaluation(root):
     run = root / "run"
     ablations = {"no transition": {"top1": 0.4, "top5": 0.7, "spearman": 0.3}}
     (run / "ablations.json").write_text(json.dumps(ablations))
-    (run / "search-64.json").write_text(json.dumps(bench(64, 64, {"a": [1.5, 2.0]}, zero=0.8)))
+    (run / "search-64.json").write_text(
+        json.dumps(bench(64, 64, {"a": [1.5, 2.0], "b": [1.5, 2.0]}, zero=0.8, curves=CURVES))
+    )
     invoke("baselines", root / "config.toml", run, "--only", "xgboost-regression")
     invoke("scaling", root / "config.toml", run, "--tasks", 4, "--schedules", 8)
     with pytest.MonkeyPatch.context() as patch:
@@ -267,6 +306,7 @@ def test_an_evaluation_has_all_parts(root, evaluation):
     assert scaling[:2] == [("tasks", 4, 96), ("schedules", 16, 128)]
     assert scaling[2:] == [("tasks", 16, 384), ("schedules", 16, 384)]
     assert [r["trials"] for r in evaluation["search"]] == [0, 64]
+    assert evaluation["curves"]["pretune"][-1]["geomean"] == pytest.approx(2)
     fidelity = evaluation["fidelity"]
     assert len(fidelity["rows"]) == evaluation["validation"]["tasks"] >= 4
     assert set(fidelity["baselines"]) == {"xgboost-regression"}
@@ -286,6 +326,10 @@ def test_baselines_are_kept_while_the_data_is_the_same(root, evaluation, tmp_pat
     (run / "baselines.json").write_text(json.dumps(json.loads(before) | {"data": "other"}))
     line = invoke("evaluate", root / "config.toml", run, status=2).stderr.strip().splitlines()[-1]
     assert "baselines.json is of other data; run: pretune-export baselines" in line
+    (run / "baselines.json").unlink()
+    (run / "search-old.json").write_text(json.dumps({"trials": 64, "rows": []}))
+    line = invoke("evaluate", root / "config.toml", run, status=2).stderr.strip().splitlines()[-1]
+    assert "search-old.json is of an earlier version; run: pretune bench search --json" in line
 
 
 def test_the_card_shows_an_evaluation(evaluation, weights, tmp_path):
@@ -300,7 +344,7 @@ def test_the_card_shows_an_evaluation(evaluation, weights, tmp_path):
         in text
     )
     assert "| no transition | 0.400 | 0.700 | - | - | 0.300 |" in text
-    assert "| 64 | 64 | 1.73 | 2 (1.50 to 2.00) | 1.75 | 1 | Z80, 2 cores |" in text
+    assert "| 64 | 64 | 1.73 | 1.73 to 1.73 | 2 (1.50 to 2.00) | 1.75 | 2 | Z80, 2 cores |" in text
     assert "| none: first choice | 64 | 0.80 |" in text
     mean = evaluation["fidelity"]["baselines"]["xgboost-regression"]
     assert f"| mean, xgboost-regression | | | {mean['spearman']:.3f} |" in text

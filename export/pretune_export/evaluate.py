@@ -25,7 +25,7 @@ from pretune_export.evidence.fidelity import FIGURES, MANY, TASKS, fidelity, wit
 from pretune_export.evidence.plots import draw
 from pretune_export.evidence.ranking import judge, rankable
 from pretune_export.evidence.scaling import count
-from pretune_export.evidence.search import summarise
+from pretune_export.evidence.search import curves, summarise
 from pretune_export.nets import WorldModelNet
 from pretune_export.train import ENOUGH, load_best, score_task
 
@@ -46,7 +46,7 @@ def rollout_error(
         if batch.states is None or len(batch.state_at) < 4:
             continue
         zs = torch.stack(
-            net.rollout(net.encoder(*batch.initial)[batch.task], batch.types, batch.actions, batch.mask), 1
+            net.rollout(net.encoder(*batch.initial)[batch.origin], batch.types, batch.actions, batch.mask), 1
         )
         real = net.encoder(*batch.states)
         row, step = batch.state_at[:, 0], batch.state_at[:, 1]
@@ -76,7 +76,8 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
         ``test`` and ``validation`` as `judge` gives them, with ``rollout_error``, each only if the datasets
         have it; ``main``, which of the two the figures to quote come from (the test split where there is
         one); ``mean`` of that; ``fidelity`` if tasks of `main` have many schedules; ``baselines``, with the
-        ``gain`` over each in top-1; ``ablations``, ``scaling`` and ``search`` as far as they were made.
+        ``gain`` over each in top-1; ``ablations``, ``scaling``, ``search`` and ``curves`` as far as they were
+        made.
 
     Raises
     ------
@@ -124,8 +125,8 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
             *scaling,
             *({"varied": v, **count(data.train), **result["mean"]} for v in ("tasks", "schedules")),
         ]
-    if searches := [json.loads(file.read_text()) for file in sorted(run.glob("search*.json"))]:
-        result["search"] = summarise(searches)
+    if searches := _searches(run):
+        result["search"], result["curves"] = summarise(searches), curves(searches)
     out.mkdir(parents=True, exist_ok=True)
     (out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, out / "evaluation.png")
@@ -138,6 +139,16 @@ def _part(run: Path, name: str) -> Any:
         return json.loads(path.read_text())
     print(f"{path}: not there, so left out", file=sys.stderr)
     return None
+
+
+def _searches(run: Path) -> list[Any]:
+    """What ``pretune bench search --json`` printed into ``search*.json``."""
+    found = []
+    for file in sorted(run.glob("search*.json")):
+        found.append(json.loads(file.read_text()))
+        if "summary" not in found[-1]:
+            raise OptionError(f"{file} is of an earlier version; run: pretune bench search --json > {file}")
+    return found
 
 
 def _gain(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:

@@ -105,7 +105,9 @@ def _search(axes: Axes, result: dict[str, Any]) -> None:
     for budget in sorted({row["baseline_trials"] for row in rows}):
         own = [row for row in rows if row["baseline_trials"] == budget]
         mean = [row["geomean"] for row in own]
-        spread = [[row["geomean"] - row["low"] for row in own], [row["high"] - row["geomean"] for row in own]]
+        ends = [(row["low"] or row["geomean"], row["high"] or row["geomean"]) for row in own]
+        spread = [[m - low for m, (low, _) in zip(mean, ends, strict=True)],
+                  [high - m for m, (_, high) in zip(mean, ends, strict=True)]]  # fmt: skip
         trials = [row["trials"] for row in own]
         axes.errorbar(trials, mean, spread, marker="o", capsize=3, label=f"MetaSchedule at {budget}")
     axes.axhline(1, color=OTHER, linewidth=0.8)
@@ -114,6 +116,23 @@ def _search(axes: Axes, result: dict[str, Any]) -> None:
     axes.set_xlabel("trials of pretune a task")
     axes.legend(fontsize=7)
     axes.set_title("Search: MetaSchedule latency / pretune latency", fontsize=10)
+
+
+def _curves(axes: Axes, result: dict[str, Any]) -> None:
+    """Best so far against trials, both sides; the band is that of the geometric means of single seeds."""
+    found = result["curves"]
+    for side, label, colour in (("pretune", "pretune", OURS), ("metaschedule", "MetaSchedule", "#5b6672")):
+        trials, mean, low, high = (
+            [point[name] for point in found[side]] for name in ("trials", "geomean", "low", "high")
+        )
+        axes.plot(trials, mean, marker="o", markersize=3, color=colour, label=label)
+        axes.fill_between(trials, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.axhline(1, color=OTHER, linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("trials a task")
+    axes.legend(fontsize=7, loc="lower right")
+    axes.set_title(f"MetaSchedule's best of {found['baseline_trials']} / best so far", fontsize=10)
 
 
 def _scatter(axes: Axes, task: dict[str, Any]) -> None:
@@ -125,4 +144,4 @@ def _scatter(axes: Axes, task: dict[str, Any]) -> None:
     axes.tick_params(labelsize=6, which="both")
 
 
-OPTIONAL = {"ablations": _ablations, "scaling": _scaling, "search": _search}
+OPTIONAL = {"ablations": _ablations, "scaling": _scaling, "search": _search, "curves": _curves}
