@@ -147,7 +147,8 @@ class Collector:
         """Measure one task; returns the number of candidates written."""
         options = self.options
         rng = np.random.default_rng([options.seed, int(task.id[:8], 16)])
-        space = TaskSpace.generate(tvm.ir.load_json(task.mod), self.target)
+        mod: Any = tvm.ir.load_json(task.mod)
+        space = TaskSpace.generate(mod, self.target)
         if space.is_trivial:
             return 0
         self.append("spaces.jsonl", {"task": task.id, "spaces": [s.insts for s in space.spaces]})
@@ -250,8 +251,12 @@ def with_choice(
     tasks: Iterable[CorpusTask], target: Target, least: float, limit: int | None
 ) -> list[CorpusTask]:
     """The first tasks whose design spaces hold at least so many schedules, up to `limit` of them."""
-    found = (t for t in tasks if TaskSpace.generate(tvm.ir.load_json(t.mod), target).size >= least)
-    return list(itertools.islice(found, limit))
+
+    def size(task: CorpusTask) -> float:
+        mod: Any = tvm.ir.load_json(task.mod)
+        return TaskSpace.generate(mod, target).size
+
+    return list(itertools.islice((task for task in tasks if size(task) >= least), limit))
 
 
 def sample(space: TaskSpace, n: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray]]:
