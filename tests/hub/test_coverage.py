@@ -118,5 +118,5 @@ def test_where_nothing_covers_the_ways_on_are_named():
         find_weights(machine("H100"))
     said = str(caught.value)
     assert said.startswith("no weights for sm_90 (sm_90): cpu-x86-64-v4: for cpu x86_64, this is cuda sm_90")
-    assert "--weights" in said and "pretune-export corpus" in said and "ms.tune_relax" in said
+    assert "--weights" in said and "pretune finetune" in said and "ms.tune_relax" in said
     assert "'cuda -arch=sm_90'" in said and "\n" not in said

@@ -66,7 +66,7 @@ def test_explain(server, tmp_path, name):
     assert (found["best"] or {}).get("name") == expected["best"]
     shown, _ = run("explain", "--hardware", describe(name), endpoint=server.url)
     if expected["best"] is None:
-        assert "pretune-export corpus" in shown and "ms.tune_relax" in shown and "rejected" in shown
+        assert "pretune finetune" in shown and "ms.tune_relax" in shown and "rejected" in shown
     else:
         assert f"best: {expected['best']}" in shown
 

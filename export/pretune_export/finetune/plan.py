@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from pretune.hardware import Hardware
+    from pretune.hub.sources import Considered
     from pretune.intake import Task
     from pretune.model import Weights
+    from pretune.model.weights import Config
 
 HELD_OUT, VALIDATION = 0.2, 0.1
 """Shares of the tasks that judge the result, and that choose the epoch."""
@@ -201,37 +203,43 @@ def choose_base(hardware: Hardware, explicit: str = "") -> Base:
         As the target restricts it.
     explicit : str
         A folder, the name of a target, or a repository as ``ORG/NAME[@REVISION]``. Without one, the weights
-        that cover the hardware best are taken; if none do, the nearest of its kind: what they know of
-        programs and schedules holds elsewhere too, and the ranker has the hardware vector to tell machines
-        apart.
+        that cover the hardware best are taken; if none do, the nearest: what they know of programs and
+        schedules holds elsewhere too, and the ranker has the hardware vector to tell machines apart.
 
     Raises
     ------
     WeightsError
-        If there are none of the kind, or those given are unusable.
+        If there are none, or those given are unusable.
     """
     offers = [offer for offer in offers_here() if offer.config is not None]
     if explicit and (Path(explicit).is_dir() or "/" in explicit):
         weights = find_weights(hardware, explicit)
         repo = "" if Path(explicit).is_dir() else parse_repo(explicit)[0]
         return Base(weights, "asked for", repo or _repo(weights.config.name))
-    software = installed_software()
-    for item in consider(hardware, offers):
-        offer, config = item.offer, item.offer.config
-        if config is None or (explicit and offer.name != explicit):
-            continue
-        if explicit or (config.covers.kind == hardware.kind and not misfits(config, software)):
-            why = "asked for" if explicit else item.verdict.described
-            return Base(load_offer(offer, why), why, offer.repo or _repo(offer.name))
     if explicit:
+        for offer in offers:
+            if offer.name == explicit:
+                return Base(load_offer(offer, "asked for"), "asked for", offer.repo or _repo(offer.name))
         raise WeightsError(
             f"--base {explicit}: no folder, and no weights of that name are on this machine; "
             "see: pretune hub ls, and: pretune hub pull"
         )
-    raise WeightsError(
-        f"no weights of kind {hardware.kind} to start from on this machine; "
-        "pull some (pretune hub ls, pretune hub pull) and name them with --base"
-    )
+    software = installed_software()
+    usable = [item for item in consider(hardware, offers) if not misfits(config_of(item), software)]
+    # The best first; but of another kind of machine, only if there are no others.
+    usable.sort(key=lambda item: config_of(item).covers.kind != hardware.kind)
+    if not usable:
+        raise WeightsError(
+            "no weights to start from on this machine; pull some (pretune hub ls, pretune hub pull)"
+        )
+    offer, why = usable[0].offer, usable[0].verdict.described
+    return Base(load_offer(offer, why), why, offer.repo or _repo(offer.name))
+
+
+def config_of(item: Considered) -> Config:
+    """Configuration of weights that can be read."""
+    assert item.offer.config is not None
+    return item.offer.config
 
 
 def _repo(name: str) -> str:

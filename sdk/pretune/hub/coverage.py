@@ -130,11 +130,8 @@ def _remarks(hardware: Hardware, measured_on: Collection[MeasuredOn]) -> list[st
 
 def ways_on(hardware: Hardware) -> str:
     """What to do where no weights cover the hardware."""
-    target = "native"
-    if hardware.kind == "cuda":
-        target = f"'cuda -arch={hardware.arch}'"
+    target = f" --target 'cuda -arch={hardware.arch}'" if hardware.kind == "cuda" else ""
     return (
-        "measure schedules on it and train weights of your own: pretune-export corpus tasks.jsonl.gz "
-        f"--target {target}, then collect, dataset and make (see: pretune-export --help); or tune without "
-        "weights, with MetaSchedule's own model: ms.tune_relax"
+        f"fine-tune weights of your own in half an hour of this machine: pretune finetune{target}; or tune "
+        "without weights, with MetaSchedule's own model: ms.tune_relax"
     )
