@@ -25,11 +25,11 @@ def matmul(m: int = 64, n: int = 96, k: int = 128) -> tvm.IRModule:
     return _module(a, b, te.compute((m, n), lambda i, j: te.sum(a[i, r] * b[r, j], axis=r), "C"))
 
 
-def conv2d_relu(c: int = 8, f: int = 16, size: int = 14) -> tvm.IRModule:
+def conv2d_relu(c: int = 8, f: int = 16, size: int = 14, stride: int = 1) -> tvm.IRModule:
     from tvm import topi
 
     x, w = te.placeholder((1, c, size, size), "float32", "X"), te.placeholder((f, c, 3, 3), "float32", "W")
-    return _module(x, w, topi.nn.relu(topi.nn.conv2d_nchw(x, w, 1, 1, 1)))
+    return _module(x, w, topi.nn.relu(topi.nn.conv2d_nchw(x, w, stride, 1, 1)))
 
 
 def softmax(rows: int = 32, columns: int = 64) -> tvm.IRModule:

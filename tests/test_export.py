@@ -272,7 +272,7 @@ def test_torch_and_onnx_score_a_trajectory_alike(made):
     batch = make_batch([data.train[0]], data.machines, 100, np.random.default_rng(0), states=False)
     with torch.no_grad():
         z0 = net.encoder(*batch.initial)
-        z = net.rollout(z0[batch.task], batch.types, batch.actions, batch.mask)[-1]
+        z = net.rollout(z0[batch.origin], batch.types, batch.actions, batch.mask)[-1]
         want = net.ranker(z, batch.summary, batch.hardware)[0].numpy()
     model = WorldModel(load_weights(made / "cpu-x86-64-v3"), 1)
     start = model.encode(data.train[0].initial)

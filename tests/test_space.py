@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 
 from pretune.space import TaskSpace, factorisations
 from programs import TARGET, conv2d_relu, matmul, softmax, transpose
@@ -80,3 +83,51 @@ def test_a_transpose_has_nothing_to_decide():
     space = TaskSpace.generate(transpose(), TARGET)
     assert space.is_trivial
     assert space.materialise(0, np.zeros(0, np.int32)) is not None
+
+
+def test_a_strided_convolution_can_copy_its_input_first():
+    """The copy is part of the trace: stock TVM replays it, and what it computes stays right."""
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.schedule import Trace
+
+    from pretune.measure import MeasurePool
+    from pretune.space.packing import initial_program
+
+    mod = conv2d_relu(32, 16, 28, stride=2)
+    space = TaskSpace.generate(mod, TARGET)
+    packed = [k for k, design in enumerate(space.spaces) if design.first]
+    assert 0 < len(packed) < len(space.spaces)
+    k = packed[-1]
+    design = space.spaces[k]
+    tvm.ir.assert_structural_equal(initial_program(mod, json.loads(json.dumps(design.insts))), design.program)
+    rows = design.sample(20, np.random.default_rng(0))
+    candidate = next(c for row in rows if (c := space.materialise(k, row)) is not None)
+    again = Schedule(mod)
+    Trace.apply_json_to_schedule(json.loads(json.dumps(candidate.trace_json)), again)
+    tvm.ir.assert_structural_equal(again.mod, candidate.mod)
+    with MeasurePool(TARGET, workers=1) as pool:
+        assert pool.compare(mod, candidate.mod) is None
+
+
+@pytest.mark.parametrize(
+    "mod", [matmul(), softmax(), conv2d_relu(size=32)], ids=["matmul", "softmax", "conv2d"]
+)
+def test_nothing_is_copied_where_vectors_are_full_and_contiguous(mod):
+    assert all(design.first == 0 for design in TaskSpace.generate(mod, TARGET).spaces)
+
+
+def test_traces_of_copied_operands_are_scored_alike_wherever_they_come_from():
+    from pretune.hardware import detect, hardware_for_target
+    from pretune.model import TaskScorer, TraceScorer, WorldModel, load_weights
+
+    mod = conv2d_relu(32, 16, 28, stride=2)
+    space = TaskSpace.generate(mod, TARGET)
+    hardware = hardware_for_target(TARGET, detect())
+    model = WorldModel(load_weights(Path(__file__).parents[1] / "hub_cards" / "cpu-x86-64-v4"), 1)
+    k = len(space.spaces) - 1
+    row = next(r for r in space.spaces[k].sample(20, np.random.default_rng(0)) if space.materialise(k, r))
+    candidate = space.materialise(k, row)
+    taken = [s.find(d) for s, d in zip(space.spaces[k].slots, candidate.decisions, strict=True)]
+    score, _features = TaskScorer(model, space, hardware).score(k, np.array([taken], np.int32))
+    again, _embedding = TraceScorer(mod, model, hardware).score([candidate.trace_json])
+    np.testing.assert_allclose(score, again, atol=1e-5)

@@ -74,7 +74,7 @@ def test_real_states_follow_the_steps():
     mod = conv2d_relu()
     space = TaskSpace.generate(mod, TARGET)
     design = space.spaces[-1]
-    encoder = ActionEncoder(read_program(mod["main"]), design.insts, cores=2)
+    encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
     candidate = space.materialise(len(space.spaces) - 1, design.sample(1, np.random.default_rng(0))[0])
     steps = [s.inst for s in encoder.steps]
     wanted = [s for s, inst in enumerate(steps) if inst >= 0]

@@ -19,7 +19,8 @@ class Batch:
     """Candidates of several tasks, padded to the longest trajectory."""
 
     initial: tuple[Tensor, Tensor, Tensor]
-    task: Tensor  # which initial state (and ranking group) each candidate has
+    origin: Tensor  # which initial state each candidate has
+    task: Tensor  # its ranking group
     types: Tensor
     actions: Tensor
     mask: Tensor
@@ -75,7 +76,9 @@ def make_batch(
     actions = np.zeros((n, steps, width), np.float32)
     mask = np.zeros((n, steps), bool)
     target = np.zeros(n, np.float32)
-    owner = np.zeros(n, np.int64)
+    owner, origin = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    initial: list[State] = []
+    numbers: dict[int, int] = {}  # of the states in `initial`, by address: design spaces share them
     hardware = np.zeros((n, 16), np.float32)
     summary = np.concatenate([g.summary[mine] for _t, g, mine, _b in parts])
     found: list[State] = []
@@ -84,6 +87,10 @@ def make_batch(
     for t, g, mine, best in parts:
         end, count = row + len(mine), len(g.types)
         types[row:end, :count], mask[row:end, :count], owner[row:end] = g.types, True, t
+        if id(g.initial) not in numbers:
+            numbers[id(g.initial)] = len(initial)
+            initial.append(g.initial)
+        origin[row:end] = numbers[id(g.initial)]
         for s, a in enumerate(g.actions):
             actions[row:end, s] = a if len(a) == 1 else a[mine]
         with np.errstate(divide="ignore"):
@@ -97,7 +104,7 @@ def make_batch(
                     at.append((where[i], count - 1 if step == FINAL else step))
         row = end
     return Batch(
-        pack_states([t.initial for t in tasks]), torch.from_numpy(owner), torch.from_numpy(types),
+        pack_states(initial), torch.from_numpy(origin), torch.from_numpy(owner), torch.from_numpy(types),
         torch.from_numpy(actions), torch.from_numpy(mask), torch.from_numpy(summary),
         torch.from_numpy(hardware), torch.from_numpy(target), pack_states(found) if found else None,
         torch.tensor(at, dtype=torch.int64).reshape(-1, 2),

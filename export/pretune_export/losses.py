@@ -62,7 +62,7 @@ def predict(net: WorldModelNet, batch: Batch, without: str = "") -> tuple[Tensor
     def rollout(z0: Tensor, types: Tensor, actions: Tensor, mask: Tensor) -> Tensor:
         return torch.stack(net.rollout(z0, types, actions, mask, truncate=without == "rollouts"), dim=1)
 
-    z0 = net.encoder(*batch.initial)[batch.task]
+    z0 = net.encoder(*batch.initial)[batch.origin]
     zs = shared(rollout, z0, batch.types, batch.actions, batch.mask)
     final = z0 if without == "transition" else zs[:, -1]
     if without == "rollouts":  # The ranking must not teach the transition through many steps either.

@@ -116,6 +116,8 @@ class ActionEncoder:
         The trace's instructions as TVM's JSON, ``[name, inputs, attrs, outputs]``, without postprocessing.
     cores : int
         Cores of the target.
+    first : int
+        Instructions before this one have made the program of `blocks`, and are no steps.
 
     Attributes
     ----------
@@ -123,7 +125,7 @@ class ActionEncoder:
         In trace order, then a ``Postproc`` step for each block that remains.
     """
 
-    def __init__(self, blocks: Sequence[Block], insts: Sequence[Any], cores: int) -> None:
+    def __init__(self, blocks: Sequence[Block], insts: Sequence[Any], cores: int, first: int = 0) -> None:
         self.cores = cores
         self.steps: list[Step] = []
         self._nests = [from_block(b) for b in blocks]
@@ -134,7 +136,7 @@ class ActionEncoder:
         total = sum(n.static_points() * n.cost for n in self._nests) or 1.0
         self._share = {id(n): n.static_points() * n.cost / total for n in self._nests}
         self._inst = -1
-        for position, (name, inputs, attrs, outputs) in enumerate(insts):
+        for position, (name, inputs, attrs, outputs) in enumerate(insts[first:], first):
             if name == "EnterPostproc":
                 break
             self._inst = position

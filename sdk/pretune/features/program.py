@@ -62,7 +62,11 @@ class Access:
 
     def stride(self, var: int) -> float:
         """Elements by which the address moves when `var` grows by one."""
-        return sum(s * form.get(var, 0.0) for s, form in zip(self.buffer.strides, self.index, strict=True))
+        slopes = [form.get(var, 0.0) for form in self.index]
+        if any(abs(slope) >= 1 for slope in slopes):
+            # [x // 28, x % 28] moves by one element: what the remainder falls back by, the division makes up.
+            slopes = [slope if abs(slope) >= 1 else 0.0 for slope in slopes]
+        return sum(s * slope for s, slope in zip(self.buffer.strides, slopes, strict=True))
 
 
 @dataclass

@@ -141,17 +141,20 @@ class TaskScorer:
     """
 
     def __init__(self, model: WorldModel, space: TaskSpace, hardware: Hardware) -> None:
-        func = space.mod["main"]
         attrs: Any = space.target.attrs  # TVM annotates it as a string
         cores = int(attrs.get("num-cores", hardware.cores) or hardware.cores)
-        blocks = read_program(func)
-        z0 = model.encode(encode_state(func, cores=cores))
         vector = np.asarray(hardware.vector(), dtype=np.float32)
         self.embedding_width = model.weights.config.sizes["embedding"]
-        self.spaces = [
-            SpaceScorer(model, design, ActionEncoder(blocks, design.insts, cores), z0, vector)
-            for design in space.spaces
-        ]
+        self.spaces = []
+        encoded: dict[int, tuple[Any, Any]] = {}  # blocks and latent of each initial program, by its address
+        for design in space.spaces:
+            func = design.program["main"]
+            if id(design.program) not in encoded:
+                z0 = model.encode(encode_state(func, cores=cores))
+                encoded[id(design.program)] = read_program(func), z0
+            blocks, z0 = encoded[id(design.program)]
+            encoder = ActionEncoder(blocks, design.insts, cores, design.first)
+            self.spaces.append(SpaceScorer(model, design, encoder, z0, vector))
 
     def score(self, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Score option indices of design space `k`; see `SpaceScorer.score`."""

@@ -11,6 +11,7 @@ import numpy as np
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.program import read_program
 from pretune.space import split_trace
+from pretune.space.packing import initial_program, prefix_length
 
 if TYPE_CHECKING:
     import tvm
@@ -34,12 +35,9 @@ class TraceScorer:
     """
 
     def __init__(self, mod: tvm.IRModule, model: WorldModel, hardware: Hardware) -> None:
-        func = mod["main"]
-        self.model, self.cores = model, hardware.cores
+        self.mod, self.model, self.cores = mod, model, hardware.cores
         self.vector = np.asarray(hardware.vector(), dtype=np.float32)
-        self.blocks = read_program(func)
-        self.z0 = model.encode(encode_state(func, cores=self.cores))
-        self._encoders: dict[str, ActionEncoder] = {}
+        self._known: dict[str, tuple[ActionEncoder, np.ndarray]] = {}
 
     def score(self, traces: Sequence[Sequence[Any]]) -> tuple[np.ndarray, np.ndarray]:
         """Score traces.
@@ -78,14 +76,17 @@ class TraceScorer:
 
     def _score_alike(self, key: str, rows: list[list[list[int]]]) -> tuple[np.ndarray, np.ndarray]:
         """Score decision vectors of the same instructions."""
-        encoder = self._encoders.get(key)
-        if encoder is None:
-            encoder = self._encoders[key] = ActionEncoder(self.blocks, json.loads(key), self.cores)
+        if key not in self._known:
+            insts = json.loads(key)
+            func = initial_program(self.mod, insts)["main"]
+            encoder = ActionEncoder(read_program(func), insts, self.cores, prefix_length(insts))
+            self._known[key] = encoder, self.model.encode(encode_state(func, cores=self.cores))
+        encoder, z0 = self._known[key]
         n = len(rows)
         decisions = [np.array([row[slot] for row in rows], np.int32) for slot in range(len(rows[0]))]
         actions, summary = encoder.encode(decisions)
         steps = [(step.type_id, a) for step, a in zip(encoder.steps, actions, strict=True)]
-        zT = self.model.rollout(self.z0, steps)
+        zT = self.model.rollout(z0, steps)
         # A design space without decisions gives one row for all.
         zT, summary = (x if len(x) == n else np.repeat(x[:1], n, axis=0) for x in (zT, summary))
         return self.model.rank(zT, summary, self.vector)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretune.compat import setup_tvm
+from pretune.hardware.hardware import vector_bits_of
+from pretune.hardware.target import llvm_features
+from pretune.space.packing import find_packing, initial_program, pack, prefix_length
 from pretune.space.slots import Slot, factorisations
 from pretune.space.trace import sampling_indices, trace_to_json
 
@@ -63,6 +67,10 @@ class DesignSpace:
         The trace's instructions as TVM's JSON: ``[name, inputs, attrs, outputs]``.
     slots : tuple of Slot
         The open decisions, in trace order.
+    program : tvm.IRModule
+        What the decisions start from: the task's program, or with an operand copied first.
+    first : int
+        Position of the instruction that follows that copy.
     """
 
     def __init__(
@@ -75,6 +83,8 @@ class DesignSpace:
         self.postprocs = list(postprocs)
         self._tvm_insts = list(self.trace.insts)
         self.insts: list[Any] = trace_to_json(self.trace)[0]
+        self.first = prefix_length(self.insts)
+        self.program = initial_program(mod, self.insts)
         self._sampling = sampling = sampling_indices(self.insts)
         observed = self._probe(TVMSchedule, mod, seed) if sampling else []
         self.slots = tuple(self._slot(n, index, observed) for n, index in enumerate(sampling))
@@ -200,11 +210,11 @@ class TaskSpace:
         self.mod = mod
         self.target = target
         self.spaces = tuple(spaces)
-        self._context: TuneContext | None = None
+        self._contexts: list[TuneContext] = []
 
     @classmethod
     def generate(cls, mod: tvm.IRModule, target: Target, *, seed: int = 1) -> TaskSpace:
-        """Run MetaSchedule's post-order-apply space generator.
+        """Run MetaSchedule's post-order-apply space generator, where it helps on a packed program as well.
 
         Parameters
         ----------
@@ -215,17 +225,27 @@ class TaskSpace:
         seed : int
             Seed of the space generator's own sampling.
         """
-        setup_tvm(target)
-        from tvm.s_tir import meta_schedule as ms
+        from tvm.s_tir import Schedule
 
-        context = ms.TuneContext(
-            mod=mod, target=target, space_generator="post-order-apply", rand_state=seed, num_threads=1
-        )
-        schedules = context.generate_design_space()
-        generator: Any = context.space_generator  # TVM annotates both as optional: the context has made them
-        postprocs = list(generator.postprocs)
-        space = cls(mod, target, [DesignSpace(mod, sch, postprocs, seed) for sch in schedules])
-        space._context = context  # The postprocessors hold a raw pointer to it.
+        setup_tvm(target)
+        context, schedules, postprocs = _generate(mod, target, seed)
+        designs = [DesignSpace(mod, schedule, postprocs, seed) for schedule in schedules]
+        contexts = [context]
+        packing = find_packing(mod, lanes) if (lanes := _lanes(target)) else None
+        if packing is not None:
+            packed = Schedule(mod, error_render_level="none")
+            try:
+                pack(packed, packing)
+                context, schedules, postprocs = _generate(packed.mod, target, seed)
+            except RuntimeError:  # TVM refuses the copy; the task has its other design spaces.
+                schedules, postprocs = [], []
+            contexts.append(context)
+            for schedule in schedules:
+                whole = packed.copy()
+                schedule.trace.apply_to_schedule(whole, remove_postproc=True)
+                designs.append(DesignSpace(mod, whole, postprocs, seed))
+        space = cls(mod, target, designs)
+        space._contexts = contexts  # The postprocessors hold a raw pointer to theirs.
         return space
 
     @property
@@ -241,3 +261,23 @@ class TaskSpace:
     def materialise(self, space: int, row: np.ndarray) -> Candidate | None:
         """Materialise option indices `row` of design space number `space`."""
         return self.spaces[space].materialise(row, space)
+
+
+def _generate(mod: tvm.IRModule, target: Target, seed: int) -> tuple[TuneContext, list[Any], list[Any]]:
+    """MetaSchedule's design spaces of a program, and postprocessors, which live as long as the context."""
+    from tvm.s_tir import meta_schedule as ms
+
+    context = ms.TuneContext(
+        mod=mod, target=target, space_generator="post-order-apply", rand_state=seed, num_threads=1
+    )
+    schedules = list(context.generate_design_space())
+    generator: Any = context.space_generator  # TVM annotates it as optional: the context has made it
+    return context, schedules, list(generator.postprocs)
+
+
+def _lanes(target: Target) -> int:
+    """float32 elements of a CPU's widest vector; 0 for another target."""
+    kind: Any = target.kind  # TVM annotates it as a string
+    if kind.name != "llvm":
+        return 0
+    return vector_bits_of(llvm_features(json.loads(str(target)))) // 32

@@ -1,0 +1,175 @@
+"""Programs that copy an operand into the order in which it is read: more design spaces for convolutions.
+
+TVM vectorises a convolution in NCHW over the width of its output. Where the input is read with a stride
+there, every vector is gathered, and where the width is 7, 14 or 28, hardly any vector is full, whatever the
+schedule. Both go away once the input is copied so that the output's height and width are one contiguous
+dimension (im2col: Chellapilla et al., "High Performance Convolutional Neural Networks for Document
+Processing", 2006).
+The copy is made by the trace itself, with stock instructions, so that stock TVM replays what was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pretune.features.program import Access, Axis, Block, read_program
+
+if TYPE_CHECKING:
+    import tvm
+    from tvm.s_tir import Schedule
+
+LEAST_REUSE = 8
+"""An element of the copy is read at least so often, or copying costs as much as it saves."""
+
+MOST_BYTES = 256 << 20
+"""No copy is larger."""
+
+_PREFIX = ("GetSBlock", "ReindexCacheRead", "TransformBlockLayout")
+"""What the instructions of `pack` are called in a trace."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """An operand to copy: the read of a block, the axes of the copy that lead, and those that become one."""
+
+    block: str
+    buffer: str
+    leading: tuple[int, ...]
+    fused: tuple[int, ...]
+
+
+def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
+    """The operand of a program that is worth a copy.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        A task's program: one PrimFunc called ``main``.
+    lanes : int
+        Elements of the widest vector.
+    """
+    blocks = [block for block in read_program(mod["main"]) if block.is_reduce]
+    if not blocks:
+        return None
+    block = max(blocks, key=lambda b: b.points * b.cost)
+    (write,) = [a for a in block.accesses if a.is_write][:1]
+    reads = [a for a in block.accesses if not a.is_write and a.buffer.name != write.buffer.name]
+    for read in reads:
+        others = [a for a in reads if a is not read]
+        if len(others) == 1 and others[0].buffer.name != read.buffer.name:
+            found = _packing_of(block, write, read, others[0], lanes)
+            if found is not None:
+                return found
+    return None
+
+
+def _packing_of(block: Block, write: Access, read: Access, other: Access, lanes: int) -> Packing | None:
+    axes = block.axes
+    spatial = [i for i, axis in enumerate(axes) if not axis.is_reduce]
+    plain = [{_loop(axes[i]): 1.0} for i in spatial]
+    if [{v: c for v, c in form.items() if c} for form in write.index] != plain:
+        return None  # Fused axes would not be contiguous in the output.
+    mine = [i for i in range(len(axes)) if _uses(read, axes[i])]
+    fused: list[int] = []
+    for i in reversed(spatial):
+        if i not in mine or _uses(other, axes[i]):
+            break
+        fused.insert(0, i)
+    if not fused:
+        return None
+    last = axes[fused[-1]]
+    stride = read.index[-1].get(_loop(last), 0.0)
+    width = math.prod(axes[i].extent for i in fused)
+    if stride == 0 or width < lanes or (stride == 1 and 2 * math.gcd(last.extent, lanes) >= lanes):
+        return None
+    if stride == 1 and len(fused) == 1:
+        return None  # It is contiguous as it is.
+    reuse = math.prod(axes[i].extent for i in spatial if i not in mine)
+    size = math.prod(axes[i].extent for i in mine) * read.buffer.itemsize
+    if reuse < LEAST_REUSE or size > MOST_BYTES:
+        return None
+    leading = tuple(i for i in mine if i not in fused)
+    return Packing(block.name, read.buffer.name, leading, tuple(fused))
+
+
+def _uses(access: Access, axis: Axis) -> bool:
+    return any(form.get(_loop(axis)) for form in access.index)
+
+
+def _loop(axis: Axis) -> int:
+    """The loop that an axis stands for, in a program that nothing was done to."""
+    return next(iter(axis.binding), 0)
+
+
+def pack(schedule: Schedule, packing: Packing) -> None:
+    """Copy the operand, in the order of `packing`, and make one axis of those that are fused there."""
+    from tvm.s_tir.schedule.schedule import IndexMap  # its home moves from one TVM to the next
+
+    block = schedule.get_sblock(packing.block)
+    stmt: Any = schedule.get(block)
+    extents = [int(v.dom.extent) for v in stmt.iter_vars]
+    names = [r.source if hasattr(r, "source") else r.buffer for r in stmt.reads]  # the first since TVM 0.27
+    read = [str(buffer.name) for buffer in names].index(packing.buffer)
+
+    extent = stmt.iter_vars[0].dom.extent
+    dtype = str(extent.ty if hasattr(extent, "ty") else extent.dtype)  # the first since TVM 0.27
+
+    def index_map(function: Any, ndim: int) -> IndexMap:
+        return IndexMap.from_func(function, ndim=ndim, index_dtype=dtype)
+
+    def fuse(axes: Sequence[Any], which: Sequence[int]) -> Any:
+        index = axes[which[0]]
+        for i in which[1:]:
+            index = index * extents[i] + axes[i]
+        return index
+
+    def packed(*axes: Any) -> list[Any]:
+        return [*(axes[i] for i in packing.leading), fuse(axes, packing.fused)]
+
+    # Axes of one element come first: the innermost loop is the one that TVM vectorises most readily.
+    rest = sorted((i for i in range(len(extents)) if i not in packing.fused), key=lambda i: extents[i] > 1)
+    before = [i for i in rest if extents[i] == 1 or i < packing.fused[0]]
+
+    def joined(*axes: Any) -> list[Any]:
+        return [
+            *(axes[i] for i in before), fuse(axes, packing.fused),
+            *(axes[i] for i in rest if i not in before),
+        ]  # fmt: skip
+
+    def in_order(*axes: Any) -> list[Any]:  # of the copy's axes, which stand in the order of the block's
+        mine = sorted(packing.leading + packing.fused)
+        return [axes[mine.index(i)] for i in packing.leading + packing.fused]
+
+    copy = schedule.reindex_cache_read(block, read, "global", index_map(packed, len(extents)))
+    schedule.transform_block_layout(copy, index_map(in_order, len(packing.leading + packing.fused)))
+    schedule.transform_block_layout(block, index_map(joined, len(extents)))
+
+
+def prefix_length(insts: Sequence[Any]) -> int:
+    """How many of a trace's first instructions are those of `pack`."""
+    last = max((i for i, inst in enumerate(insts) if inst[0] == "TransformBlockLayout"), default=-1)
+    leads = all(inst[0] in _PREFIX for inst in insts[: last + 1])
+    return last + 1 if leads and any(inst[0] == "ReindexCacheRead" for inst in insts[: last + 1]) else 0
+
+
+def initial_program(mod: tvm.IRModule, insts: Sequence[Any]) -> tvm.IRModule:
+    """The program that the decisions of a trace start from: `mod`, or what `pack` made of it.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    insts : sequence
+        The trace's instructions as TVM's JSON.
+    """
+    count = prefix_length(insts)
+    if not count:
+        return mod
+    from tvm.s_tir import Schedule
+    from tvm.s_tir.schedule import Trace
+
+    schedule = Schedule(mod, error_render_level="none")
+    Trace.apply_json_to_schedule([list(insts[:count]), []], schedule)
+    return schedule.mod
