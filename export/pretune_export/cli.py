@@ -376,6 +376,24 @@ def scaling(config: Path, run: Path, tasks: str | None, schedules: str | None) -
     click.echo(json.dumps(scale(_config(config), run, **counts)))
 
 
+@main.command()
+@click.argument("config", type=FILE)
+@click.argument("run", type=FOLDER)
+@click.option("--base", type=FOLDER, required=True, help="Weights that were trained without the target.")
+@click.option("--schedules", metavar="N,N", default="500,1000,2000", show_default=True, help="Of each model.")
+def transfer(config: Path, run: Path, base: Path, schedules: str) -> None:
+    """Fine-tune BASE on few schedules, and train others on the same from scratch, for RUN/transfer.json.
+
+    The datasets of CONFIG hold what was measured on the target that BASE does not know. One more model is
+    trained on ten times the schedules of the largest fine-tuned one.
+    """
+    from pretune_export.evidence.transfer import transfer as run_all
+
+    run.mkdir(parents=True, exist_ok=True)
+    counts = _counts("--schedules", schedules)
+    click.echo(json.dumps(run_all(_config(config), run, base=base, schedules=counts)))
+
+
 def _names(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
