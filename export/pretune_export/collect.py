@@ -305,10 +305,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def read_collected(folders: Sequence[Path]) -> tuple[dict[str, list], list[dict[str, Any]]]:
+def read_collected(
+    folders: Sequence[Path], max_drift: float = MAX_DRIFT
+) -> tuple[dict[str, list], list[dict[str, Any]]]:
     """Design spaces by task id, and rows, of one or more folders that a `Collector` wrote.
 
-    Batches during which the machine's speed moved by more than `MAX_DRIFT` are left out. A run that was
+    Batches during which the machine's speed moved by more than `max_drift` are left out. A run that was
     stopped in the middle of a task leaves rows that the next one measures again: of the same candidate, the
     last row is kept.
     """
@@ -319,7 +321,7 @@ def read_collected(folders: Sequence[Path]) -> tuple[dict[str, list], list[dict[
             spaces[line["task"]] = line["spaces"]
         for row in read_lines(folder / "measured.jsonl"):
             before, after = row["calibration"]
-            if row["task"] in spaces and abs(after / before - 1) <= MAX_DRIFT:
+            if row["task"] in spaces and abs(after / before - 1) <= max_drift:
                 rows[row["task"], row["space"], json.dumps(row["decisions"])] = row
     return spaces, list(rows.values())
 

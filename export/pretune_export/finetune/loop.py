@@ -21,7 +21,7 @@ from pretune.finetuning import FineTuneProgress, FineTuneResult
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target
 from pretune.hardware.target import check_runs_here
 from pretune.measure import MeasurePool
-from pretune.messages import explain_os_errors
+from pretune.messages import explain_os_errors, notice
 from pretune.model import WorldModel, load_weights
 from pretune.records import RunFolder
 from pretune.records.folder import write_atomic
@@ -87,20 +87,26 @@ def run(
 
 @contextlib.contextmanager
 def _explain(out: Path, measured: Path) -> Iterator[None]:
-    """End with one line, that says what is kept, whatever ends the run."""
+    """Whatever ends the run, say what is kept."""
     try:
         with explain_os_errors(out):
             yield
-    except (MemoryError, MeasureError, RuntimeError, PretuneError) as error:
-        count = sum(1 for _ in read_lines(measured))
-        kept = f"{measured} keeps the {count} schedules measured so far; the same command resumes"
-        if isinstance(error, MeasureError):
-            raise MeasureError(f"{error}; {kept}") from error
-        if isinstance(error, MemoryError) or (
-            not isinstance(error, PretuneError) and "memory" in str(error)  # torch's, which has no type
-        ):
-            raise EnvironmentFaultError(f"out of memory; {kept}") from error
+    except KeyboardInterrupt:
+        notice(_kept(measured))
         raise
+    except MeasureError as error:
+        raise MeasureError(f"{error}; {_kept(measured)}") from error
+    except PretuneError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's, which has no type
+            raise
+        raise EnvironmentFaultError(f"out of memory; {_kept(measured)}") from error
+
+
+def _kept(measured: Path) -> str:
+    count = sum(1 for _ in read_lines(measured))
+    return f"{measured} keeps the {count} schedules measured so far; the same command resumes"
 
 
 class _Clock:
@@ -213,7 +219,14 @@ class _Run:
         return count
 
     def _write_datasets(self, collected: Path) -> None:
-        spaces, rows = read_collected([collected])
+        # What was still suspect after three attempts is kept: dropping it may leave a task with nothing.
+        spaces, rows = read_collected([collected], max_drift=math.inf)
+        steady = len(read_collected([collected])[1])
+        if steady < len(rows):
+            self.notices.append(
+                f"{len(rows) - steady} of {len(rows)} schedules were timed while the machine's speed moved; "
+                "stop what else runs, and fine-tune anew, if the result is not good"
+            )
         days = {row["time"][:10] for row in rows}
         name = f"{self.hardware.microarch}-{self.hardware.cores}"
         described = describe_machine(self.hardware, name=name, target=str(self.target), days=days)
