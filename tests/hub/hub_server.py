@@ -63,7 +63,10 @@ class Fault:
 
 
 class Hub(ThreadingHTTPServer):
-    """The server; `requests` lists what was asked, and `faults` what goes wrong."""
+    """The server; `requests` lists what was asked, and `faults` what goes wrong.
+
+    Repositories in `renamed` are found under their new names, and all addresses begin with `prefix`.
+    """
 
     daemon_threads = True
 
@@ -75,6 +78,8 @@ class Hub(ThreadingHTTPServer):
         self.faults: list[Fault] = []
         self.tokens: dict[str, str] = {"writer": "write", "reader": "read"}
         self.private: set[str] = set()
+        self.renamed: dict[str, str] = {}
+        self.prefix = ""
         self.lock = threading.Lock()
         self.stopped = threading.Event()
         self.trees: dict[str, dict[str, str]] = {}
@@ -82,7 +87,7 @@ class Hub(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        return f"http://127.0.0.1:{self.server_port}{self.prefix}"
 
     @contextmanager
     def running(self) -> Iterator[Hub]:
@@ -237,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         url = urlsplit(self.path)
-        self.route, self.query = unquote(url.path), parse_qs(url.query)
+        self.route, self.query = unquote(url.path.removeprefix(self.server.prefix)), parse_qs(url.query)
         self.server.requests.append((self.command, self.route))
         self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -253,6 +258,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.fault.reached.set()
             if self.fault.status:
                 self.send(self.fault.status, {"error": "told to fail"}, self.fault.headers)
+                return
+        for old, new in self.server.renamed.items():
+            if f"/{old}/" in self.route:
+                self.send(307, b"", {"Location": self.path.replace(old, new)})
                 return
         for method, pattern, handle in ROUTES:
             match = re.fullmatch(pattern, self.route)

@@ -14,9 +14,9 @@ import huggingface_hub.constants
 import pytest
 from hub_server import Fault
 from hub_server import Hub as Server
-from spoil import REPO, edit, flip
+from spoil import REPO, edit, flip, rehash
 
-from pretune.errors import HubError, WeightsError
+from pretune.errors import HubError, OptionError, WeightsError
 from pretune.hub import cache
 from pretune.hub.client import Hub
 from pretune.hub.pull import pull_weights, repair
@@ -138,6 +138,47 @@ def test_an_expired_token(server, published):
     pulled(pull_weights(Hub(server.url, "reader"), REPO))
 
 
+@pytest.mark.parametrize("token", ["", "two words", "line\n", "schlüssel"])
+def test_a_token_that_is_none_is_not_shown(server, token):
+    with pytest.raises(OptionError, match="--token is none") as caught:
+        Hub(server.url, token)
+    assert not token or token not in str(caught.value)
+
+
+def test_a_proxy_is_used(server, published, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", server.url)
+    huggingface_hub.close_session()  # the client looks at proxies when it opens one
+    try:
+        pulled(pull_weights(Hub("http://hub.example"), REPO))
+    finally:
+        monkeypatch.delenv("HTTP_PROXY")
+        huggingface_hub.close_session()
+
+
+def test_a_repository_that_was_renamed(server, hub, published):
+    server.renamed["pretune/old"] = REPO
+    item = pull_weights(hub, "pretune/old")
+    assert item.record.revision == published
+    pulled(item)
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_an_endpoint_below_a_path(server, published, end):
+    server.prefix = "/mirror/hub"
+    pulled(pull_weights(Hub(server.url + end), REPO))
+
+
+def test_a_tag_that_was_moved(server, hub, published, folder):
+    server.git(REPO, "update-ref", "refs/tags/v1", published)
+    pull_weights(hub, REPO, "v1")
+    edit(folder, min_sdk_version="0.0.1")
+    commit = server.publish(REPO, folder)
+    server.git(REPO, "update-ref", "refs/tags/v1", commit)
+    assert cache.find(REPO, "v1").record.revision == published
+    assert pull_weights(hub, REPO, "v1").record.revision == commit
+    assert cache.find(REPO, "v1").record.revision == commit
+
+
 def test_a_proxy_that_refuses(server, monkeypatch):
     # Asked to connect to a host in TLS, the server answers as proxies do that forbid it.
     server.faults.append(Fault("CONNECT", "", status=403))
@@ -160,16 +201,52 @@ def test_a_wrong_hash_is_named_and_nothing_is_kept(server, hub, published):
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.json", "/etc/x.json", "model.pkl", "a/../b.json", "onnx\\x.onnx"]
+    "name",
+    [
+        "../outside.json",
+        "/etc/x.json",
+        "a/../b.json",
+        "onnx\\x.onnx",
+        "onnx/deep/x.onnx",
+        ".cache/x.json",
+        "-rf.json",
+        "é.json",
+        "two\nlines.json",
+        "\x1b[31mred.json",
+        "\0.json",
+        f"{'long' * 99}.json",
+        "model.pkl",
+        "run.sh",
+        "manifest.json",
+        "",
+    ],
 )
 def test_a_manifest_that_lists_what_it_must_not(server, hub, folder, name):
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = manifest["files"]["config.json"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     server.publish(REPO, folder)
-    with pytest.raises(HubError, match=r"leaves the folder|not among the kinds of files"):
+    with pytest.raises(HubError, match=r"not a plain name|not among the kinds of files") as caught:
         pull_weights(hub, REPO)
+    assert str(caught.value).isprintable()
     assert not any("resolve" in path and "manifest" not in path for _method, path in server.requests)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '"x"', "\xff", '{"files": {"config.json": {"size": "1"}}}', None]
+)
+def test_json_that_is_not_what_it_should_be(server, hub, folder, name, text):
+    if text is None:  # deeper than a reader can follow
+        text = json.dumps(json.loads((folder / name).read_text()) | {"provenance": {"a": 0}, "b": 0})
+        text = text.replace('"a": 0', f'"a": {"[" * 10_000}{"]" * 10_000}')
+    (folder / name).write_text(text, "latin-1")
+    if name == "config.json":
+        rehash(folder)
+    server.publish(REPO, folder)
+    with pytest.raises(HubError, match=rf"{REPO}@.*(cannot be read|weights format None|not in the manifest)"):
+        pull_weights(hub, REPO)
+    assert cache.cached() == []
 
 
 def test_a_commit_that_is_no_commit(server, hub, published):

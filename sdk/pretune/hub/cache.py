@@ -73,14 +73,15 @@ def revision_folder(repo: str, revision: str) -> Path:
 def cached(repo: str | None = None) -> list[Cached]:
     """Revisions in the cache, of one repository or of all, the last pulled first."""
     found = []
-    pattern = repo_folder(repo).name if repo else "*"
-    for file in (env.cache_dir() / "weights").glob(f"{pattern}/*.json"):
+    for file in (env.cache_dir() / "weights").glob("*/*.json"):
         folder = file.with_suffix("")
+        if not folder.is_dir():
+            continue
         try:
             record = msgspec.json.decode(file.read_bytes(), type=Record)
         except (msgspec.MsgspecError, OSError):
             continue  # as good as not pulled
-        if folder.is_dir():
+        if repo in (None, record.repo) and folder == revision_folder(record.repo, record.revision):
             found.append(Cached(folder, record))
     return sorted(found, key=lambda c: c.record.pulled, reverse=True)
 

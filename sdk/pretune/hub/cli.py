@@ -295,48 +295,48 @@ def _row(item: Considered) -> dict[str, Any]:
 
 def _describe(what: str, endpoint: str | None, token: str | None) -> dict[str, Any]:
     """What `info` says: from this machine if the weights are here, else from the hub."""
-    import tempfile
+    from pretune.hub import cache, sources
 
+    if Path(what).is_dir():
+        return _about(Path(what))
+    repo, revision = sources.parse_repo(what)
+    if item := cache.find(repo, revision):
+        return _about(item.path, item.record.repo, item.record.revision)
+    for offer in sources.offers_here():
+        if (offer.source, offer.name) == ("wheel", what):
+            return _about(offer.path)
+    client = _client(endpoint, token)
+    commit = client.commit_of(repo, revision or "main")
+    refs = client.ask(repo, client.api.list_repo_refs, repo)
+    versions = {ref.name: ref.target_commit for ref in refs.tags}
+    with sources.described(client, repo, commit) as folder:
+        return {**_about(folder, repo, commit), "versions": versions, "path": None}
+
+
+def _about(folder: Path, repo: str = "", revision: str = "") -> dict[str, Any]:
+    """What a weights folder says of itself."""
     import msgspec
 
-    from pretune.hub import cache, sources
     from pretune.hub.integrity import Fault, read_manifest
+    from pretune.hub.sources import offer_in
 
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, repo, commit, versions = Path(what), "", "", {}
-        if not folder.is_dir():
-            repo, revision = sources.parse_repo(what)
-            item = cache.find(repo, revision)
-            shipped = [o for o in sources.offers_here() if o.source == "wheel" and o.name == what]
-            if item is not None:
-                folder, commit = item.path, item.record.revision
-            elif shipped:
-                folder = shipped[0].path
-            else:
-                client = _client(endpoint, token)
-                commit = client.commit_of(repo, revision or "main")
-                folder = Path(scratch)
-                for name in ("config.json", "manifest.json"):
-                    client.download(repo, commit, name, folder)
-                refs = client.ask(repo, client.api.list_repo_refs, repo)
-                versions = {ref.name: ref.target_commit for ref in refs.tags}
-        offer = sources.offer_in(folder, "hub")
-        manifest = read_manifest(folder / "manifest.json")
-        if offer.config is None:
-            raise WeightsError(offer.problem)
-        if isinstance(manifest, Fault):
-            raise WeightsError(f"{folder}/{manifest}; see: pretune hub verify {what}")
-        return {
-            "name": offer.name,
-            "repo": repo,
-            "revision": commit,
-            "versions": versions,
-            "path": None if folder == Path(scratch) else str(folder),
-            "bytes": offer.size,
-            "config": msgspec.to_builtins(offer.config),
-            "files": msgspec.to_builtins(manifest.files),
-            "provenance": manifest.provenance,
-        }
+    offer = offer_in(folder, "cache" if repo else "own")
+    manifest = read_manifest(folder / "manifest.json")
+    if offer.config is None:
+        raise WeightsError(offer.problem)
+    if isinstance(manifest, Fault):
+        raise WeightsError(f"{folder.name}/{manifest}; see: pretune hub verify")
+    return {
+        "name": offer.name,
+        "repo": repo,
+        "revision": revision,
+        "versions": {},
+        "path": str(folder),
+        "bytes": offer.size,
+        "config": msgspec.to_builtins(offer.config),
+        "files": msgspec.to_builtins(manifest.files),
+        "provenance": manifest.provenance,
+    }
 
 
 def _pull_what_fits(client: Hub, revision: str | None) -> list[Any]:

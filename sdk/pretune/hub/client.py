@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pretune.errors import HubError, PretuneError, one_line
+from pretune.errors import HubError, OptionError, PretuneError, one_line
 
 T = TypeVar("T")
 
@@ -31,6 +31,11 @@ class Hub:
         By default ``HF_ENDPOINT``, or else huggingface.co.
     token : str, optional
         By default ``HF_TOKEN``, or else that of ``hf auth login``.
+
+    Raises
+    ------
+    OptionError
+        If that cannot be a token.
     """
 
     def __init__(self, endpoint: str | None = None, token: str | None = None) -> None:
@@ -39,6 +44,8 @@ class Hub:
 
         import pretune
 
+        if token is not None and not re.fullmatch(r"[!-~]+", token):  # it is not shown: it may be a real one
+            raise OptionError("--token is none: it is empty, or holds more than ASCII without spaces")
         self.api = huggingface_hub.HfApi(
             endpoint=endpoint.rstrip("/") if endpoint else None,
             token=token,

@@ -6,15 +6,17 @@ Only ONNX, safetensors, JSON and Markdown are ever opened, and the plots of a ca
 from __future__ import annotations
 
 import hashlib
+import re
 import stat
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import msgspec
 
 from pretune.model.weights import ONNX_FILES, Manifest
 
 SUFFIXES = (".onnx", ".safetensors", ".json", ".md", ".png")
+LONGEST_NAME = 100
 REQUIRED = ("README.md", "config.json", *ONNX_FILES, "model.safetensors")
 """Files that published weights hold beside their manifest."""
 
@@ -27,7 +29,8 @@ class Fault:
     problem: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.problem}"
+        name = self.name if self.name.isprintable() else ascii(self.name)  # of whatever lies there
+        return f"{name}: {self.problem}"
 
 
 def sha256_of(file: Path) -> str:
@@ -38,10 +41,10 @@ def sha256_of(file: Path) -> str:
 
 def problem_of_name(name: str) -> str:
     """What forbids a file of this name in a weights folder; empty if nothing does."""
-    path = PurePosixPath(name)
-    if not name or "\\" in name or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
-        return "a path that leaves the folder, or is not in its plain form"
-    if path.suffix not in SUFFIXES or name == "manifest.json":
+    # One folder deep at most, and in characters that every file system and terminal takes as they are.
+    if not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", name, re.ASCII) or len(name) > LONGEST_NAME:
+        return "not a plain name, such as onnx/encoder.onnx"
+    if not name.endswith(SUFFIXES) or name == "manifest.json":
         return f"not among the kinds of files that weights hold ({', '.join(SUFFIXES)})"
     return ""
 
@@ -56,12 +59,12 @@ def faults_of_manifest(manifest: Manifest) -> list[Fault]:
 def read_manifest(file: Path) -> Manifest | Fault:
     """The manifest in a file, or why there is none."""
     try:
-        if file.is_symlink():
-            return Fault(file.name, "a link")
+        if not stat.S_ISREG(file.lstat().st_mode):
+            return Fault(file.name, "a link, or no plain file")
         return msgspec.json.decode(file.read_bytes(), type=Manifest)
     except FileNotFoundError:
         return Fault(file.name, "missing")
-    except (msgspec.MsgspecError, OSError) as error:
+    except (msgspec.MsgspecError, RecursionError, OSError) as error:
         return Fault(file.name, f"cannot be read ({error})")
 
 

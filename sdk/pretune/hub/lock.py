@@ -54,7 +54,7 @@ def read_lock(file: Path) -> Lock | None:
         return None
     except (msgspec.MsgspecError, OSError) as error:
         raise OptionError(
-            f"{file}: cannot be read ({error}); restore it, or write it anew: pretune hub lock"
+            f"{file}: cannot be read ({error}); restore it, or delete it and run: pretune hub lock"
         ) from None
     if lock.version != VERSION:
         raise OptionError(

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+
+
+def _text(value: object) -> Text:
+    """Text as it is: names and reasons come from whoever publishes weights, so they steer no terminal."""
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)))
 
 
 def _table(*columns: str) -> Table:
@@ -16,6 +20,10 @@ def _table(*columns: str) -> Table:
     for column in table.columns:
         column.overflow = "fold"
     return table
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(_text(text), soft_wrap=True)
 
 
 def _megabytes(count: int) -> str:
@@ -29,7 +37,7 @@ def targets(found: dict[str, Any], console: Console) -> None:
         figures = (row["quality"].get(name) for name in ("top1", "top5"))
         quality = ["-" if figure is None else f"{figure:.2f}" for figure in figures]
         where = (row["name"], row["source"], row["revision"][:12] or "-")
-        table.add_row(*where, row["coverage"], _megabytes(row["bytes"]), *quality)
+        table.add_row(*map(_text, (*where, row["coverage"], _megabytes(row["bytes"]), *quality)))
     console.print(table)
     _show_advice(found, console)
 
@@ -38,11 +46,12 @@ def reasons(found: dict[str, Any], console: Console) -> None:
     """Verdicts with all reasons."""
     machine = found["hardware"]
     names = dict.fromkeys((machine["microarch"], machine["isa_level"]))  # a GPU has one name for both
-    console.print(f"{machine['model_name']} ({', '.join(names)})", soft_wrap=True, markup=False)
+    _line(console, f"{machine['model_name']} ({', '.join(names)})")
     table = _table("target", "where", "", "coverage", "why")
     for row in found["targets"]:
         taken = "accepted" if row["accepted"] else "rejected"
-        table.add_row(row["name"], row["source"], taken, row["coverage"], "; ".join(row["reasons"]))
+        cells = (row["name"], row["source"], taken, row["coverage"], "; ".join(row["reasons"]))
+        table.add_row(*map(_text, cells))
     console.print(table)
     _show_advice(found, console)
 
@@ -50,22 +59,22 @@ def reasons(found: dict[str, Any], console: Console) -> None:
 def _show_advice(found: dict[str, Any], console: Console) -> None:
     best = found["best"]
     if best is None:
-        console.print(escape(found["advice"]), soft_wrap=True)
+        _line(console, found["advice"])
     elif best["source"] == "hub":
-        console.print(
-            f"best: {best['name']} on the hub; run: pretune hub pull {best['repo']}", soft_wrap=True
-        )
+        _line(console, f"best: {best['name']} on the hub; run: pretune hub pull {best['repo']}")
     else:
-        console.print(f"best: {best['name']} ({best['source']}), which pretune tune uses", soft_wrap=True)
+        _line(console, f"best: {best['name']} ({best['source']}), which pretune tune uses")
 
 
 def info(found: dict[str, Any], console: Console) -> None:
     """One set of weights."""
     config = found["config"]
     table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
 
     def row(name: str, value: object) -> None:
-        table.add_row(Text(name, style="bold"), Text(str(value), overflow="fold"))
+        table.add_row(name, _text(value))
 
     row("name", found["name"])
     row("from", f"{found['repo']}@{found['revision']}" if found["revision"] else found["path"])
@@ -86,7 +95,7 @@ def info(found: dict[str, Any], console: Console) -> None:
 def paths(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """Revisions in the cache, and where they lie."""
     for row in rows:
-        console.print(f"{row['repo']}@{row['revision'][:12]}: {row['path']}", soft_wrap=True)
+        _line(console, f"{row['repo']}@{row['revision'][:12]}: {row['path']}")
 
 
 def checked(rows: Sequence[dict[str, Any]], console: Console) -> None:
@@ -97,11 +106,11 @@ def checked(rows: Sequence[dict[str, Any]], console: Console) -> None:
             state = f"{len(row['bad'])} bad files"
         elif row["repaired"]:
             state = f"repaired: {', '.join(row['repaired'])}"
-        console.print(f"{row['path']}: {state}", soft_wrap=True)
+        _line(console, f"{row['path']}: {state}")
 
 
 def pins(found: dict[str, Any], console: Console) -> None:
     """Pins."""
     for name, pin in found["targets"].items():
-        console.print(f"{name}: {pin['repo']}@{pin['revision']}", soft_wrap=True)
-    console.print(f"written to {found['file']}", soft_wrap=True)
+        _line(console, f"{name}: {pin['repo']}@{pin['revision']}")
+    _line(console, f"written to {found['file']}")

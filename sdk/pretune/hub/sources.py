@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -259,18 +260,25 @@ def published(hub: Hub) -> list[Offer]:
     offers = []
     for model in models:
         commit = hub.commit_of(model.id, "main")
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch) / model.id.rpartition("/")[2]
-            folder.mkdir()
-            try:
-                for name in ("config.json", "manifest.json"):
-                    hub.download(model.id, commit, name, folder)
-            except HubError as error:
-                # One broken repository does not hide the others; a hub that fails altogether does.
-                if not is_named(error.__cause__, "RemoteEntryNotFoundError"):
-                    raise
+        with described(hub, model.id, commit) as folder:
             offers.append(offer_in(folder, "hub", repo=model.id, revision=commit))
     return offers
+
+
+@contextlib.contextmanager
+def described(hub: Hub, repo: str, commit: str) -> Iterator[Path]:
+    """A folder with the configuration and the manifest of a repository, in so far as it holds them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / repo.rpartition("/")[2]
+        folder.mkdir()
+        try:
+            for name in ("config.json", "manifest.json"):
+                hub.download(repo, commit, name, folder)
+        except HubError as error:
+            # One broken repository does not hide the others; a hub that fails altogether does.
+            if not is_named(error.__cause__, "RemoteEntryNotFoundError"):
+                raise
+        yield folder
 
 
 def load_offer(offer: Offer, why: str) -> Weights:
