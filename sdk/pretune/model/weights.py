@@ -297,7 +297,7 @@ def _way_out(theirs: Any, ours: int) -> str:
 def _decode(file: Path, type_: Any) -> Any:
     try:
         return msgspec.json.decode(file.read_bytes(), type=type_)
-    except (msgspec.MsgspecError, OSError) as error:
+    except (msgspec.MsgspecError, RecursionError, OSError) as error:
         raise WeightsError(
             f"{file}: cannot be read ({error}); run: pretune doctor, to see the weights at hand"
         ) from None
