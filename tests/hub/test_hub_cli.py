@@ -126,6 +126,42 @@ def test_what_is_asked_for_wrongly(server):
     assert "no folder, and not in the cache" in run("verify", "absent", status=2)[1]
 
 
+def test_names_from_the_hub_steer_no_terminal(server, folder):
+    edit(folder, name="[/red]\x1b[31m\nx", measured_on=[])
+    server.publish(REPO, folder)
+    zen4 = describe("Zen 4")
+    for command in (
+        ("pull", REPO),
+        ("ls", "--hardware", zen4),
+        ("explain", "--hardware", zen4),
+        ("info", REPO),
+    ):
+        shown, _ = run(*command, endpoint=server.url)
+        assert "\x1b" not in shown
+    assert "[/red]" in shown
+    assert "[/red]" in run("lock")[0]
+
+
+def test_a_name_is_no_pattern(server, published):
+    run("pull", REPO, endpoint=server.url)
+    assert "not in the cache" in run("rm", "*", status=2)[1]
+    assert cache.find(REPO)
+
+
+def test_a_lock_file_edited_to_nonsense_can_be_written_anew(server, published):
+    run("pull", REPO, endpoint=server.url)
+    file = Path("pretune.lock")
+    for text in ("{", "[]", '{"version": 1, "targets": {"x": 1}}', '{"version": "1"}', "\0"):
+        file.write_text(text)
+        for command in (("lock",), ("pull",)):
+            _, said = run(*command, endpoint=server.url, status=2)
+            assert "pretune.lock: cannot be read" in said and "delete it and run: pretune hub lock" in said
+        assert file.read_text() == text
+    file.unlink()
+    run("lock")
+    assert run("pull", "--json", endpoint=server.url)[0]["pulled"][0]["revision"] == published
+
+
 def test_verify(server, published, folder):
     shown, _ = run("verify", str(folder))
     assert "all files are as they should be" in shown
