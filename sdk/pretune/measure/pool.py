@@ -17,7 +17,7 @@ from pretune import env
 from pretune.errors import MeasureError
 from pretune.measure import worker
 from pretune.measure.base import MAX_WORKERS, SLOW_FACTOR, OnResult, Pool, timed
-from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess, wait_any
+from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess, kill_all, wait_any
 from pretune.measure.result import ErrorKind, Measured
 
 if TYPE_CHECKING:
@@ -27,13 +27,6 @@ _MAX_START_FAILURES = 3  # in a row: then it is the installation, not a candidat
 _MAX_IDLE_DEATHS = 10  # in a row: then something outside kills the workers
 
 Finish = Callable[[Job, Measured], None]
-
-
-def _kill_all(workers: list[WorkerProcess], owner: int) -> None:
-    if os.getpid() == owner:  # not in a forked child of the user's
-        for one in workers:
-            one.kill()
-        workers.clear()
 
 
 class MeasurePool(Pool):
@@ -88,12 +81,12 @@ class MeasurePool(Pool):
         self._start_failures = 0
         self._idle_deaths = 0
         self._workers: list[WorkerProcess] = []
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
+        self._finalizer = weakref.finalize(self, kill_all, self._workers, os.getpid())
         self._staff(1)
 
     def close(self) -> None:
         """Kill the workers."""
-        _kill_all(self._workers, os.getpid())
+        kill_all(self._workers, os.getpid())
 
     # What the pool is for
 

@@ -191,3 +191,11 @@ def wait_any(workers: list[WorkerProcess]) -> list[tuple[WorkerProcess, Answer]]
         elif one._left <= 0:
             answers.append((one, one._late()))
     return answers
+
+
+def kill_all(workers: list[WorkerProcess], owner: int) -> None:
+    """End all processes in a list, and empty it, unless this is a forked child of the process `owner`."""
+    if os.getpid() == owner:
+        for one in workers:
+            one.kill()
+        workers.clear()

@@ -1,0 +1,132 @@
+"""A farm on this machine: TVM's own RPC tracker and servers, as processes that can be killed and stalled."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+from pretune.errors import MeasureError, MissingExtraError
+from pretune.measure import RPCAddress
+from pretune.measure.tracker import Tracker
+
+HOST, KEY = "127.0.0.1", "loopback"
+START_S = 120.0
+
+
+class LoopbackFarm:
+    """A tracker and some servers, numbered from 0, until the ``with`` block ends.
+
+    Parameters
+    ----------
+    servers : int
+    threads : int
+        Of each server's candidates, unless its client asks for others.
+    """
+
+    def __init__(self, servers: int, *, threads: int = 1) -> None:
+        if importlib.util.find_spec("tornado") is None:
+            raise MissingExtraError("TVM's RPC tracker", "bench")
+        self.address = RPCAddress(HOST, _free_port(), KEY)
+        self._threads = threads
+        self._ports = [_free_port() for _ in range(servers)]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._tracker: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="pretune-loopback-")
+        # Each process imports TVM, and that torch where there is one, which takes seconds.
+        (Path(self._folder.name) / "torch.py").write_text("raise ImportError('not needed here')\n")
+
+    def __enter__(self) -> LoopbackFarm:
+        try:
+            self.start_tracker()
+            for number in range(len(self._ports)):
+                self.start(number)
+            self.wait(len(self._ports))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes."""
+        for number in list(self._processes):
+            self.kill(number)
+        self.kill_tracker()
+        self._folder.cleanup()
+
+    def start_tracker(self) -> None:
+        """Start the tracker; with `kill_tracker`, what a reboot of its machine does."""
+        self._tracker = self._spawn("tvm.exec.rpc_tracker", self.address.port)
+
+    def kill_tracker(self) -> None:
+        """End the tracker with SIGKILL."""
+        if self._tracker is not None:
+            _signal(self._tracker, signal.SIGKILL)
+            self._tracker.wait()
+            self._tracker = None
+
+    def start(self, number: int) -> None:
+        """Start a server, again under the same port."""
+        where = ("--tracker", str(self.address), "--key", self.address.key, "--silent")
+        self._processes[number] = self._spawn("tvm.exec.rpc_server", self._ports[number], *where)
+
+    def kill(self, number: int) -> None:
+        """End a server, and the session it serves, with SIGKILL."""
+        process = self._processes.pop(number)
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+    def stall(self, number: int) -> None:
+        """Stop a server and its session where they are; `resume` has them go on."""
+        _signal(self._processes[number], signal.SIGSTOP)
+
+    def resume(self, number: int) -> None:
+        """Undo `stall`."""
+        _signal(self._processes[number], signal.SIGCONT)
+
+    def wait(self, count: int) -> None:
+        """Wait until so many servers are registered."""
+        end = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(MeasureError):
+                if len(Tracker(self.address).summary()[1]) >= count:
+                    return
+            if time.monotonic() > end:
+                raise MeasureError(f"{count} RPC servers on {HOST} have not started in {START_S:.0f} s")
+            time.sleep(0.5)
+
+    def _spawn(self, module: str, port: int, *options: str) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join([self._folder.name, *sys.path])
+        return subprocess.Popen(
+            [sys.executable, "-m", module, "--host", HOST, "--port", str(port), "--port-end", str(port + 1)]
+            + list(options),
+            env=os.environ | {"PYTHONPATH": path, "TVM_NUM_THREADS": str(self._threads)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        return one.getsockname()[1]
