@@ -20,12 +20,16 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pretune.cli import _Commands as SDKCommands
+from pretune.cli import farm_options
 from pretune.errors import MissingExtraError, OptionError, PretuneError
+
+if TYPE_CHECKING:
+    from pretune.measure import RPCAddress
 
 
 class _NeedsExtra(click.Group):
@@ -127,14 +131,16 @@ def suite(suite_file: Path, out: Path, target: str) -> None:
 @click.option("--limit", type=click.IntRange(1), help="Only so many tasks, chosen at random.")
 @click.option("--min-space", type=float, help="Only tasks with so many schedules in their design spaces.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@farm_options
 def collect(
     corpus_file: Path, out: Path, target: str, minutes: float, random_: int, mutated: int, rounds: int,
     model: Path | None, serial: bool, limit: int | None, min_space: float | None, seed: int,
+    rpc: RPCAddress | None,
 ) -> None:  # fmt: skip
-    """Measure schedules of the tasks in CORPUS on this machine; appends to OUT and resumes there."""
+    """Measure schedules of the tasks in CORPUS, here or on a farm; appends to OUT and resumes there."""
     import random
 
-    from pretune.measure import MeasurePool
+    from pretune.measure import open_pool
     from pretune_export.collect import CollectOptions, Collector, model_proposals, with_choice
     from pretune_export.networks import load_corpus
 
@@ -145,7 +151,7 @@ def collect(
         tasks = with_choice(tasks, made, min_space or 0, limit)
     propose = model_proposals(model, hardware) if model else None
     options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed, serial=serial)
-    with MeasurePool(made, build_timeout=8.0, run_timeout=8.0) as pool:
+    with open_pool(made, rpc, build_timeout=8.0, run_timeout=8.0) as pool:
         collector = Collector(made, out, options, pool, propose)
         click.echo(collector.run(tasks, time.time() + 60 * minutes))
 

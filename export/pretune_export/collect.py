@@ -21,9 +21,10 @@ import numpy as np
 import tvm
 
 from pretune.errors import PretuneError
+from pretune.measure import Pool
 from pretune.measure.noise import MAX_DRIFT
-from pretune.measure.pool import MeasurePool
 from pretune.space import Candidate, TaskSpace
+from pretune.vector_math import vectorise
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -83,7 +84,7 @@ class Collector:
         Folder; ``measured.jsonl`` gets a line per candidate, ``spaces.jsonl`` one per task, with the
         instructions of its design spaces.
     options : CollectOptions
-    pool : MeasurePool
+    pool : Pool
     propose : callable, optional
         ``(task_space, n, rng) -> [(space, row), ...]``: candidates of a model, for every other round.
     say : callable
@@ -98,7 +99,7 @@ class Collector:
     target: Target
     out: Path
     options: CollectOptions
-    pool: MeasurePool
+    pool: Pool
     propose: Callable[..., list[tuple[int, np.ndarray]]] | None = None
     say: Callable[[str], None] = _say
     done: set[str] = field(default_factory=set)
@@ -217,6 +218,7 @@ class Collector:
                 "serial_latencies": list(result.serial_latencies),
                 "error_kind": result.error_kind,
                 "build_s": round(result.build_s, 4),
+                "device": result.device,
                 "policy": policy,
                 "calibration": [before, after],
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -226,7 +228,7 @@ class Collector:
             (self.out / PENDING).unlink(missing_ok=True)
             before = after = self.pool.calibrate()
             results = self.pool.measure(
-                [c.mod for c in batch],
+                [vectorise(c.mod, self.target) for c in batch],
                 best=best,
                 slow_factor=self.options.slow_factor,
                 serial=self.options.serial,

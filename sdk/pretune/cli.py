@@ -5,9 +5,10 @@ Results go to stdout, everything else to stderr. A `PretuneError` becomes one li
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from pretune.output import to_stderr as _to_stderr
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from pretune.measure import RPCAddress
     from pretune.tuning import TuneResult
 
 DEMO = Path(__file__).parent / "demo" / "digits.onnx"
@@ -100,6 +102,22 @@ _target = click.option("--target", default="native", show_default=True, help='Su
 _weights = click.option(
     "--weights", metavar="DIR|ORG/NAME[@REVISION]", help="Weights, in place of the best on this machine."
 )
+
+
+def farm_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of a farm, which the command gets as `rpc`."""
+
+    @click.option("--rpc-tracker", metavar="HOST:PORT", help="Measure on a farm: its TVM RPC tracker.")
+    @click.option("--rpc-key", metavar="KEY", help="Key of the farm's devices, which --target describes.")
+    @functools.wraps(command)
+    def with_farm(*args: Any, rpc_tracker: str | None, rpc_key: str | None, **kwargs: Any) -> None:
+        from pretune.measure import RPCAddress
+
+        command(*args, rpc=RPCAddress.parse(rpc_tracker, rpc_key), **kwargs)
+
+    return with_farm
+
+
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
 
 
@@ -120,6 +138,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdo
 @_weights
 @click.option("--pull", is_flag=True, help="Download weights that are needed but not here.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all sampling.")
+@farm_options
 @_json
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def tune(
@@ -133,6 +152,7 @@ def tune(
     weights: str | None,
     pull: bool,
     seed: int,
+    rpc: RPCAddress | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -168,6 +188,7 @@ def tune(
                     weights=weights,
                     pull=pull,
                     seed=seed,
+                    rpc=rpc,
                     on_progress=on_progress,
                 )
         except KeyboardInterrupt:

@@ -40,7 +40,7 @@ from pretune.hardware.target import check_runs_here  # noqa: E402
 from pretune.hub.sources import find_weights  # noqa: E402
 from pretune.intake import Program, Task, load_program, select_tasks  # noqa: E402
 from pretune.library import ModelLatency, library_key, time_library  # noqa: E402
-from pretune.measure import MeasurePool  # noqa: E402
+from pretune.measure import FarmPool, Pool, RPCAddress, open_pool  # noqa: E402
 from pretune.measure.noise import busy_notice, spread  # noqa: E402
 from pretune.model import TaskScorer, WorldModel  # noqa: E402
 from pretune.records import (  # noqa: E402
@@ -216,6 +216,7 @@ def tune(
     weights: str | Path | None = None,
     pull: bool = False,
     seed: int = 0,
+    rpc: RPCAddress | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> TuneResult:
     """Tune a program.
@@ -243,6 +244,8 @@ def tune(
         `pretune.hub.sources.find_weights`.
     seed : int
         Seed of all sampling.
+    rpc : RPCAddress, optional
+        Measure on the devices of a farm, which `target` describes, in place of this machine.
     on_progress : callable, optional
         Called after every trial.
 
@@ -256,6 +259,8 @@ def tune(
         For what was given.
     HubError
         If weights are to be pulled, and cannot be.
+    MeasureError
+        If measuring cannot go on; what was measured is kept in `out`.
     NothingTunedError
         If every task failed; the message is the first failure.
     """
@@ -264,14 +269,14 @@ def tune(
     started = time.monotonic()
     machine = detect()
     made = make_target(target, machine)
-    if trials:
+    if trials and rpc is None:
         check_runs_here(made, machine)
     hardware = hardware_for_target(made, machine)
     chosen = find_weights(hardware, weights, pull=pull)
     program = load_program(source, target=made, shapes=shapes)
     tasks = select_tasks(program.tasks, op)
     with RunFolder(out) as folder, contextlib.ExitStack() as stack:
-        pool = stack.enter_context(MeasurePool(made)) if trials else None
+        pool = stack.enter_context(open_pool(made, rpc)) if trials else None
         setup_tvm(made)
         model = WorldModel(chosen, env.num_threads() or machine.cores)
         records = folder.log.load()
@@ -323,7 +328,7 @@ class Run:
 
     Attributes
     ----------
-    pool : MeasurePool or None
+    pool : Pool or None
         None measures nothing, and takes the model's first choice.
     folder : RunFolder or None
         Where records go; needed with a pool.
@@ -342,7 +347,7 @@ class Run:
     target: Target
     hardware: Hardware
     model: WorldModel
-    pool: MeasurePool | None
+    pool: Pool | None
     folder: RunFolder | None
     budget: int
     seed: int
@@ -602,7 +607,7 @@ def build_deadline(seconds: Sequence[float], most: float) -> float:
 
 
 @contextlib.contextmanager
-def limits(pool: MeasurePool, *, build: float | None = None, run: float | None = None) -> Iterator[None]:
+def limits(pool: Pool, *, build: float | None = None, run: float | None = None) -> Iterator[None]:
     """Give candidates other deadlines meanwhile, in seconds."""
     usual = pool.build_timeout, pool.run_timeout
     pool.build_timeout, pool.run_timeout = build or usual[0], run or usual[1]
@@ -612,7 +617,7 @@ def limits(pool: MeasurePool, *, build: float | None = None, run: float | None =
         pool.build_timeout, pool.run_timeout = usual
 
 
-def patient(pool: MeasurePool) -> AbstractContextManager[None]:
+def patient(pool: Pool) -> AbstractContextManager[None]:
     """Let the untuned program run longer than a candidate may."""
     return limits(pool, run=max(pool.run_timeout, PATIENCE))
 
@@ -700,6 +705,9 @@ def _finish_model(program: Program, run: Run, earlier: Mapping[str, Any], result
     else:
         result.library = _compile(program, run.target, database, path, result.notices)
     if result.library is None or result.model is not None or run.pool is None:
+        return
+    if isinstance(run.pool, FarmPool):
+        result.notices.append("the whole model was not timed, since its devices are on a farm")
         return
     try:
         result.model = time_library(program, run.target, path, run.pool.num_threads)

@@ -111,8 +111,10 @@ class LoopbackFarm:
     def _spawn(self, module: str, port: int, *options: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([self._folder.name, *sys.path])
         return subprocess.Popen(
-            [sys.executable, "-m", module, "--host", HOST, "--port", str(port), "--port-end", str(port + 1)]
-            + list(options),
+            [
+                *(sys.executable, "-m", module, "--host", HOST),
+                *("--port", str(port), "--port-end", str(port + 1), *options),
+            ],
             env=os.environ | {"PYTHONPATH": path, "TVM_NUM_THREADS": str(self._threads)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -396,9 +396,7 @@ class FarmPool(Pool):
             self._leave(device, "is gone")
         if trial.kills < MAX_KILLS and len(trial.lost_on) < MAX_LOST:
             return None
-        error = (
-            f"ended the sessions of {len(trial.lost_on)} devices; the last, {device.address}: {answer.error}"
-        )
+        error = f"ended {len(trial.lost_on)} sessions; the last, on {device.address}: {answer.error}"
         return msgspec.structs.replace(timed(answer, trial.build_s), device=device.address, error=error)
 
     def _take_turns(
@@ -508,6 +506,7 @@ class FarmPool(Pool):
             address, key = self._tracker.address, self._tracker.address.key
             raise MeasureError(
                 f"no device under the key {key} at {address} could be used for {self._wait:.0f} s; "
+                "what was measured is kept; "
                 f"see: python -m tvm.exec.query_rpc_tracker --host {address.host} --port {address.port}"
             )
         elif now - self._last_seen > OPEN_S and not self._waiting:

@@ -68,7 +68,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     seed : int
         Seed of the run.
     microarch, cpu : str
-        The machine: LLVM's name and the CPU's own.
+        The machine: LLVM's name and the CPU's own; on a farm, what its target says.
+    device : str
+        ``"HOST:PORT"`` of the farm's device that measured it; empty for this machine.
     time : str
         When, in ISO 8601, UTC.
     pretune, tvm : str
@@ -96,6 +98,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     microarch: str = ""
     cpu: str = ""
+    device: str = ""
     time: str = ""
     pretune: str = ""
     tvm: str = ""
@@ -169,6 +172,7 @@ def make_record(
         seed=seed,
         microarch=hardware.microarch,
         cpu=hardware.model_name,
+        device=measured.device,
         time=datetime.now(UTC).isoformat(timespec="milliseconds"),
         pretune=_version("pretune"),
         tvm=_version("apache-tvm"),
