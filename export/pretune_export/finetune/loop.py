@@ -78,7 +78,7 @@ def run(
                 say=lambda text: on_progress(FineTuneProgress("planning", text=text, message=True)),
             )  # fmt: skip
             earlier = folder.read_result()
-            if earlier and (earlier["search"] is not None or not search):
+            if "kept" in earlier and (earlier["search"] is not None or not search):
                 return FineTuneResult.from_dict(earlier)
             result = _Run(folder.path, plan, tasks, made, machine, hardware, on_progress).all(search)
             folder.write_result(result.to_dict())

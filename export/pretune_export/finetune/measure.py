@@ -121,7 +121,7 @@ class Budget:
     def room(self, spent: int) -> int:
         """Schedules that the next batch may have."""
         if self.trials is not None:
-            return min(BATCH, self.trials - spent)
+            return max(0, min(BATCH, self.trials - spent))
         return BATCH if time.time() < self.until else 0
 
 
@@ -137,6 +137,8 @@ class Measurer:
         ``(tasks done, schedules measured, task's name)``, called after each batch.
     failed : list of str
         What TVM could not handle, a line for each task.
+    total : int
+        Schedules measured, in earlier runs too.
     """
 
     collector: Collector
@@ -145,27 +147,29 @@ class Measurer:
     seed: int
     on_batch: Callable[[int, int, str], None]
     failed: list[str] = field(default_factory=list)
+    total: int = 0
 
     def run(self, tasks: Sequence[CorpusTask], budget: Budget) -> int:
-        """Measure; returns the number of schedules that were measured, in earlier runs too."""
+        """Measure; returns the number of schedules that were measured, in earlier runs too.
+
+        Raises
+        ------
+        MeasureError
+            If nothing can be measured at all. The task is then not taken as done.
+        """
         known: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for line in read_lines(self.collector.out / "measured.jsonl"):
             known[line["task"]].append(line)
-        total = sum(map(len, known.values()))
+        self.total = sum(map(len, known.values()))
         for n, task in enumerate(tasks):
             if task.id in self.collector.done:
                 continue
             own = known[task.id]
-            share = budget.share(total - len(own), len(tasks) - n)
+            share = budget.share(self.total - len(own), len(tasks) - n)
             if not share.room(len(own)):
                 break
-            before = total
-
-            def measured(count: int, task: CorpusTask = task, n: int = n, before: int = before) -> None:
-                self.on_batch(n, before + count, task.name)
-
             try:
-                total += self._task(task, own, share, measured)
+                self._task(n, task, own, share)
             except (PretuneError, OSError, MemoryError):
                 raise  # A dead pool, a full disk: every other task would fail too.
             except Exception as error:  # One task that TVM cannot handle costs one task.
@@ -173,24 +177,22 @@ class Measurer:
                 self.collector.append("failed.jsonl", {"task": task.id, "error": repr(error)[:500]})
             self.collector.append("done.jsonl", {"task": task.id})
             self.collector.done.add(task.id)
-        return total
+        return self.total
 
-    def _task(
-        self, task: CorpusTask, known: list[dict[str, Any]], share: Budget, measured: Callable[[int], None]
-    ) -> int:
-        """Measure one task; returns the number of schedules that were added to those `known`."""
+    def _task(self, n: int, task: CorpusTask, known: list[dict[str, Any]], share: Budget) -> None:
+        """Measure one task, of which some schedules are `known`."""
         mod: Any = tvm.ir.load_json(task.mod)
         space = TaskSpace.generate(mod, self.collector.target)
         if space.is_trivial:
-            return 0
+            return
         self.collector.append("spaces.jsonl", {"task": task.id, "spaces": [s.insts for s in space.spaces]})
         scorer = TaskScorer(self.model, space, self.hardware) if task.split == "train" else None
         # A resumed search draws anew: what it drew before is known, and would only be skipped.
         chooser = Chooser(space, scorer, np.random.default_rng([self.seed, int(task.id[:8], 16), len(known)]))
         for line in known:
             chooser.restore(line)
-        count = 0
-        while room := share.room(len(known) + count):
+        count = len(known)
+        while room := share.room(count):
             chosen = chooser.choose(room)
             if not chosen:
                 break  # Every schedule of a small design space has been measured.
@@ -199,5 +201,5 @@ class Measurer:
                 for candidate, result in zip(batch, results, strict=True):
                     chooser.learn(candidate, result.latency)
                 count += len(batch)
-            measured(count)
-        return count
+                self.total += len(batch)
+            self.on_batch(n, self.total, task.name)
