@@ -333,6 +333,20 @@ def bench_measure(candidates: int, as_json: bool) -> None:
     _print(found, as_json, lambda console: measure.render(found, console))
 
 
+@bench.command("farm")
+@click.option("--servers", type=click.IntRange(1), default=4, show_default=True, help="RPC servers.")
+@click.option("--trials", type=click.IntRange(4), default=400, show_default=True)
+@click.option("--chaos", is_flag=True, help="Kill, stall and restart servers all along.")
+@_json
+def bench_farm(servers: int, trials: int, chaos: bool, as_json: bool) -> None:
+    """Trials a minute on RPC servers on this machine, against one of them; none lost, none measured twice."""
+    with _to_stderr():
+        from pretune.bench import farm
+
+        found = farm.run(servers=servers, trials=trials, chaos=chaos)
+    _print(found, as_json, lambda console: farm.render(found, console))
+
+
 @bench.command("model")
 @click.argument("source", metavar="INPUT.onnx")
 @_shape

@@ -123,6 +123,36 @@ class LoopbackFarm:
         )
 
 
+class Chaos:
+    """Kills, stalls, restarts and resumes servers in turn, one such step whenever `every` trials are done.
+
+    At most two servers are out at a time.
+
+    Attributes
+    ----------
+    log : list of str
+        What was done.
+    """
+
+    def __init__(self, farm: LoopbackFarm, servers: int, every: int) -> None:
+        self._farm, self._servers, self._every = farm, servers, every
+        self._done = 0
+        self.log: list[str] = []
+
+    def trial_done(self) -> None:
+        """Count a trial."""
+        self._done += 1
+        if self._done % self._every:
+            return
+        turn, step = divmod(self._done // self._every - 1, 4)
+        first, second = turn % self._servers, (turn + 1) % self._servers
+        acts = ((self._farm.kill, first), (self._farm.stall, second))
+        acts += ((self._farm.start, first), (self._farm.resume, second))
+        act, number = acts[step]
+        act(number)
+        self.log.append(f"{act.__name__} {number}")
+
+
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -67,7 +67,7 @@ def run(*, candidates: int = 48) -> dict[str, Any]:
     machine = detect()
     target = make_target("native", machine)
     tasks = [matmul_relu(), conv2d_relu(), depthwise_relu()]
-    groups = [_sample(task, target, max(4, candidates // len(tasks))) for task in tasks]
+    groups = [sample(task, target, max(4, candidates // len(tasks))) for task in tasks]
 
     with MeasurePool(target) as pool:
         # All its workers start with the first batch that is large enough for them.
@@ -130,7 +130,7 @@ def render(found: Mapping[str, Any], console: Console) -> None:
     show_environment(dict(found), console)
 
 
-def _sample(task: Task, target: Any, count: int) -> list[Candidate]:
+def sample(task: Task, target: Any, count: int) -> list[Candidate]:
     """Different random candidates of a task."""
     space = TaskSpace.generate(task.mod, target)
     rng = np.random.default_rng(SEED)

@@ -203,7 +203,8 @@ class FarmPool(Pool):
         self._kernel: Trial | None = None
         self._processes: list[WorkerProcess] = []
         self._doing: dict[WorkerProcess, Trial] = {}
-        self._speed = math.nan  # what devices should have, once they have been compared
+        self._speed = math.nan  # `Device.speed` that is usual here
+        self._compared = False
         self._start_failures = 0
         self._next_poll = self._last_seen = 0.0
         self._waiting = False
@@ -259,14 +260,11 @@ class FarmPool(Pool):
     def calibrate(self) -> float:
         with self._stop_on_error():
             self._prepare()
-            while True:
-                self._ready()
-                for session in self._idle():
-                    self._calibrate(session)
-                while any(one.busy for one in self._sessions() if one.device is not None):
-                    self._answers(0)
-                if speeds := [one.device.speed for one in self._idle() if one.device is not None]:
-                    return statistics.median(speeds)
+            for session in [self._ready(), *self._idle()[1:]]:
+                self._calibrate(session)
+            self._compared = False
+            self._ready()
+            return self._speed
 
     def _outputs(
         self, job: Job, seed: int, signed: bool, want: tuple[int, ...]
@@ -442,13 +440,13 @@ class FarmPool(Pool):
         return [one for one in self._processes if isinstance(one, Session)]
 
     def _idle(self) -> list[Session]:
-        """Sessions that can take a candidate; none before the devices found at first have been compared."""
+        """Sessions that can take a candidate; none before their devices have been compared."""
         sessions = self._sessions()
-        if math.isnan(self._speed):
-            met = [one for one in sessions if one.stage == "ready" and not one.busy]
+        if not self._compared:
+            met = [one for one in sessions if one.stage == "ready"]
             if not met or any(one.busy for one in sessions):
                 return []
-            self._compare_devices(met)
+            self._compare(met)
         idle = []
         for one in self._sessions():
             if one.stage == "ready" and not one.busy:
@@ -564,23 +562,33 @@ class FarmPool(Pool):
                 self._end(session)
                 slowest = max(answer.latencies) / device.speed
                 self._set_aside(device, f"its timings vary wildly, by a factor of up to {slowest:.1f}")
-            elif not math.isnan(self._speed):
-                self._compare_devices([session])
+            elif self._compared:
+                self._compare_newcomer(session, device)
 
-    def _compare_devices(self, sessions: Sequence[Session]) -> None:
-        """Set aside those that are not as fast as most."""
-        speeds = [one.device.speed for one in self._sessions() if one.device and one.stage == "ready"]
-        if math.isnan(self._speed):
-            self._speed = statistics.median_low(speeds)
-        elif others := [
+    def _compare(self, sessions: Sequence[Session]) -> None:
+        """Compare devices that were just calibrated with each other."""
+        speeds = {one.device.address: one.device.speed for one in sessions if one.device}
+        usual = statistics.median_low(speeds.values())
+        change = usual / self._speed - 1
+        if abs(change) > self._tolerance:  # false for the first ones
+            self._notify(f"the farm's devices take {1 + change:.2f} times as long as before")
+        self._speed, self._compared = usual, True
+        self._reject(sessions, differing(speeds, usual, self._tolerance))
+
+    def _compare_newcomer(self, session: Session, device: Device) -> None:
+        others = [
             one.device.speed for one in self._sessions()
-            if one.device and one.stage == "ready" and one not in sessions
-        ]:  # fmt: skip
-            self._speed = statistics.median_low(others)  # They may all have become warm.
+            if one.device and one.stage == "ready" and one is not session
+        ]  # fmt: skip
+        if others:
+            self._speed = statistics.median_low(others)
+        elif device.trials:  # It is back, and alone: slower, perhaps, but the same.
+            self._speed = device.speed
+        self._reject([session], differing({device.address: device.speed}, self._speed, self._tolerance))
+
+    def _reject(self, sessions: Sequence[Session], ratios: Mapping[str, float]) -> None:
         for one in sessions:
-            assert one.device is not None
-            ratio = one.device.speed / self._speed
-            if abs(ratio - 1) > self._tolerance:
+            if one.device and (ratio := ratios.get(one.device.address)):
                 self._end(one)
                 self._set_aside(one.device, f"it takes {ratio:.2f} times as long as the others")
 
@@ -647,6 +655,12 @@ class FarmPool(Pool):
                 f"no server has the key {address.key} at the tracker {address} (keys there: {known}); run on "
                 f"each device: python -m tvm.exec.rpc_server --tracker {address} --key {address.key}"
             )
+
+
+def differing(speeds: Mapping[str, float], usual: float, tolerance: float) -> dict[str, float]:
+    """How many times as long as usual the calibration kernel takes on those devices where that is unusual."""
+    ratios = {address: speed / usual for address, speed in speeds.items()}
+    return {address: ratio for address, ratio in ratios.items() if abs(ratio - 1) > tolerance}
 
 
 def _link_guard(folder: Path) -> Path:

@@ -1,0 +1,207 @@
+"""The farm: TVM's own tracker and servers on this machine, killed, stalled and restarted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from click.testing import CliRunner
+
+from pretune.bench.loopback import Chaos, LoopbackFarm
+from pretune.cli import main
+from pretune.errors import EnvironmentFaultError, MeasureError, OptionError
+from pretune.measure import FarmPool, Measured, RPCAddress
+from pretune.measure import farm as farm_module
+from test_measure import copy, matmul, parallel, tiled
+
+TARGET = {"kind": "llvm", "num-cores": 1}
+CRASH = copy((8,), "float32", 1 << 40)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LoopbackFarm]:
+    with LoopbackFarm(2) as farm:
+        yield farm
+
+
+@pytest.fixture(scope="module")
+def pool(two: LoopbackFarm) -> Iterator[FarmPool]:
+    # The servers share cores with each other, and with whatever else runs here.
+    with FarmPool(TARGET, two.address, tolerance=math.inf, build_timeout=60, run_timeout=30) as one:
+        yield one
+
+
+def test_candidates_are_measured_on_devices(pool: FarmPool) -> None:
+    calls: Counter[int] = Counter()
+    mods = [matmul(64), tiled(64), matmul(256)]
+    naive, good, slow = pool.measure(mods, best=1e-4, serial=True, on_result=lambda at, _: calls.update([at]))
+    assert naive.ok and good.ok and calls == {0: 1, 1: 1, 2: 1}
+    assert good.serial_latencies and good.build_s > 0
+    assert slow.stopped_early and len(slow.latencies) == 1
+    assert {naive.device, good.device, slow.device} <= set(pool.devices)
+    assert pool.calibrate() > 0
+
+
+def test_a_crash_costs_one_candidate_and_no_server(pool: FarmPool) -> None:
+    first, crash, invalid, last = pool.measure([tiled(64), CRASH, "not json", parallel(64)])
+    assert first.ok and last.ok
+    assert (crash.error_kind, invalid.error_kind) == ("crash", "build")
+    assert "ended 2 sessions" in crash.error and "\n" not in crash.error
+    assert pool.measure([tiled(32)])[0].ok
+    assert all(device.trials for device in pool.devices.values())
+
+
+def test_a_device_ends_a_candidate_at_its_deadline(pool: FarmPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "run_timeout", 1.0)
+    (slow,) = pool.measure([matmul(2048)])
+    assert slow.error_kind == "run-timeout" and "1 s" in slow.error
+
+
+def test_finalists_take_turns_on_one_device(pool: FarmPool) -> None:
+    naive, crash, good = pool.interleave([matmul(64), CRASH, tiled(64)], rounds=3)
+    assert len(naive.latencies) == len(good.latencies) == 3 and naive.device == good.device
+    assert crash.error_kind == "crash"
+
+
+def test_outputs_are_compared(pool: FarmPool) -> None:
+    assert pool.compare(matmul(64), tiled(64)) is None
+    assert "argument 2" in str(pool.compare(matmul(64), matmul(64, scale=1.01)))
+    assert "fails to run" in str(pool.compare(copy((8,), "float32"), CRASH))
+
+
+def test_the_command_line_tunes_on_a_farm(two: LoopbackFarm, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(farm_module, "TOLERANCE", math.inf)
+    monkeypatch.setattr(FarmPool.__init__, "__kwdefaults__", {
+        **(FarmPool.__init__.__kwdefaults__ or {}), "tolerance": math.inf
+    })  # fmt: skip
+    where = ["--rpc-tracker", str(two.address), "--rpc-key", two.address.key]
+    command = ["tune", "--demo", "--trials", "3", "--op", "*dense*", "--out", str(tmp_path / "out"), "--json"]
+    result = CliRunner().invoke(main, [*command, "-q", *where])
+    assert result.exit_code == 0, result.output
+    records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").open()]
+    assert len({json.dumps(r["trace"]) for r in records if r["kind"] == "trial" and r["trial"]}) >= 3
+    assert all(r["device"].startswith("127.0.0.1:") for r in records)
+
+
+def test_every_trial_is_measured_once_whatever_happens_to_servers() -> None:
+    mods = [tiled(16 * n) if n % 2 else matmul(n) for n in range(1, 61)]
+    seen: Counter[int] = Counter()
+    notices: list[str] = []
+    with (
+        LoopbackFarm(4) as farm,
+        FarmPool(TARGET, farm.address, tolerance=math.inf, build_timeout=60, notify=notices.append) as pool,
+    ):
+        chaos = Chaos(farm, 4, every=5)
+
+        def on_result(at: int, _measured: Measured) -> None:
+            seen[at] += 1
+            chaos.trial_done()
+
+        results = pool.measure(mods, on_result=on_result)
+        answered = sum(device.trials for device in pool.devices.values())
+    assert seen == Counter(range(60)) and answered == 60
+    assert all(result.ok for result in results), [result.error for result in results if not result.ok]
+    assert {act.split()[0] for act in chaos.log} == {"kill", "stall", "start", "resume"}
+    assert notices and len({result.device for result in results}) >= 3
+
+
+def test_a_stalled_device_is_abandoned_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farm_module, "STALL_S", 3.0)
+    notices: list[str] = []
+    options = {"tolerance": math.inf, "build_timeout": 60, "run_timeout": 2}
+    with (
+        LoopbackFarm(1) as farm,
+        FarmPool(TARGET, farm.address, notify=notices.append, **options) as pool,
+    ):
+        assert pool.measure([tiled(64)])[0].ok
+        farm.stall(0)
+        threading.Timer(12, farm.resume, [0]).start()
+        assert pool.measure([tiled(32)])[0].ok
+    assert any("has not answered" in line for line in notices)
+
+
+def test_a_farm_without_devices_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[str] = []
+    with LoopbackFarm(1) as farm, FarmPool(TARGET, farm.address, wait=5, notify=notices.append) as pool:
+        kept: list[Measured] = []
+
+        def on_result(_at: int, measured: Measured) -> None:
+            kept.append(measured)
+            farm.kill(0)
+
+        with pytest.raises(MeasureError, match="could be used for 5 s; what was measured is kept"):
+            pool.measure([tiled(64), tiled(32)], on_result=on_result)
+        assert len(kept) == 1 and kept[0].ok
+        assert any("is gone" in line for line in notices)
+        farm.start(0)
+        farm.wait(1)
+        farm.kill_tracker()
+        farm.start_tracker()
+        assert pool.measure([tiled(32)])[0].ok
+
+
+def test_a_device_with_wild_timings_is_set_aside() -> None:
+    notices: list[str] = []
+    with LoopbackFarm(1) as farm:
+        stop = threading.Event()
+
+        def disturb() -> None:  # the device runs half of the time only
+            while not stop.is_set():
+                farm.stall(0)
+                time.sleep(0.02)
+                farm.resume(0)
+                time.sleep(0.02)
+
+        thread = threading.Thread(target=disturb)
+        with FarmPool(TARGET, farm.address, tolerance=0.2, wait=20, notify=notices.append) as pool:
+            thread.start()
+            try:
+                with pytest.raises(MeasureError):
+                    pool.measure([tiled(64)])
+            finally:
+                stop.set()
+                thread.join()
+    assert any("set aside: its timings vary wildly" in line for line in notices)
+
+
+def test_devices_that_differ_are_set_aside(pool: FarmPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices: list[str] = []
+    monkeypatch.setattr(pool, "_notify", notices.append)
+    pool.calibrate()
+    assert len(pool._idle()) == 2
+    fast, slow = (one for one in pool._idle())
+    assert fast.device is not None and slow.device is not None
+    fast.device.speed, slow.device.speed = 1e-3, 1.3e-3
+    monkeypatch.setattr(pool, "_tolerance", 0.1)
+    pool._compare([fast, slow])
+    assert pool._idle() == [fast] and not slow.alive
+    what = f"device {slow.device.address} is set aside: it takes 1.30 times as long as the others"
+    assert notices == [f"{what}; looked at again in 2 s"]
+
+
+def test_addresses() -> None:
+    assert RPCAddress.parse(None, None) is None
+    assert RPCAddress.parse("[::1]:9190", "k") == RPCAddress("::1", 9190, "k")
+    for tracker in ("host", "host:", ":9190", "host:99999", "a b:1"):
+        with pytest.raises(OptionError, match="no HOST:PORT"):
+            RPCAddress.parse(tracker, "k")
+    with pytest.raises(OptionError, match="both"):
+        RPCAddress.parse("host:9190", None)
+
+
+def test_a_farm_that_is_not_there(two: LoopbackFarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = RPCAddress("127.0.0.1", 1, "k")
+    with pytest.raises(MeasureError, match=r"no RPC tracker at 127.0.0.1:1 .* -m tvm.exec.rpc_tracker"):
+        FarmPool(TARGET, closed)
+    other = RPCAddress(two.address.host, two.address.port, "other")
+    with pytest.raises(MeasureError, match=r"no server has the key other .*: loopback.* --key other"):
+        FarmPool(TARGET, other)
+    monkeypatch.setenv("PATH", os.devnull)
+    with pytest.raises(EnvironmentFaultError, match="needs a C\\+\\+ compiler"):
+        FarmPool(TARGET, two.address)
