@@ -26,7 +26,7 @@ from pretune_export.networks.corpus import pick
 from pretune_export.train import ENOUGH, load_best, merit, score_task
 
 if TYPE_CHECKING:
-    from pretune.measure import MeasurePool
+    from pretune.measure import Pool
 
 SEARCH_TASKS, SEARCH_TRIALS = 3, 16
 """Of the short search: a look at whether better ranking finds better schedules, not a benchmark."""
@@ -83,7 +83,7 @@ def search_held_out(
     tasks: Sequence[CorpusTask],
     before: Bench,
     after: Bench,
-    pool: MeasurePool,
+    pool: Pool,
     folder: Path,
     *,
     seed: int,
@@ -130,11 +130,12 @@ def search_held_out(
 
 
 def _search(
-    task: CorpusTask, before: Bench, after: Bench, pool: MeasurePool, folder: Path, seed: int
+    task: CorpusTask, before: Bench, after: Bench, pool: Pool, folder: Path, seed: int
 ) -> dict[str, Any]:
     from tvm_ffi import structural_hash
 
     from pretune.tuning import replay
+    from pretune.vector_math import vectorise
 
     row: dict[str, Any] = {"task": task.name, "id": task.id, "error": ""}
     budget = {"budgets": [SEARCH_TRIALS], "seed": seed}
@@ -148,6 +149,8 @@ def _search(
         }
         traces = {side: by_budget[SEARCH_TRIALS].trace for side, by_budget in found.items()}
         mods = {side: replay(made.mod, trace) if trace else made.mod for side, trace in traces.items()}
+        for side in ("base", "fine_tuned"):  # as pretune builds what it chose
+            mods[side] = vectorise(mods[side], after.target) if traces[side] else mods[side]
         keys = {side: structural_hash(mod) for side, mod in mods.items()}  # what sides share is timed once
         programs = {keys[side]: mod for side, mod in mods.items()}
         timed = dict(zip(programs, pool.interleave(list(programs.values()), rounds=ROUNDS), strict=True))
