@@ -61,8 +61,8 @@ def test_two_processes_train_as_one(root, tmp_path):
     for part in ("net", "average", "decoder"):
         # Without what standardises the inputs, which is not trained.
         weights = [[x for name, x in each[part].items() if "input" not in name] for each in (a, b)]
-        assert distance(*weights) < 1e-5
-    # Momenta are sums of gradients, whose scale Adam would hide.
+        assert distance(*weights) < 1e-4
+    # Momenta are sums of gradients. Adam hides their scale, and makes much of rounding where they are tiny.
     momenta = [[state["exp_avg"] for state in each["optimizer"]["state"].values()] for each in (a, b)]
     assert distance(*momenta) < 1e-5
     load_best(many, config_of(root))
