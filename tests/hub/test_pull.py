@@ -336,6 +336,36 @@ def test_a_truncated_missing_and_foreign_file(hub, server, published):
     pulled(cache.find(REPO))
 
 
+def test_folders_and_pipes_in_the_place_of_files(hub, server, published):
+    item = pull_weights(hub, REPO)
+    for name in ("config.json", "onnx/ranker.onnx"):
+        (item.path / name).unlink()
+        (item.path / name).mkdir()
+        (item.path / name / "x.json").write_text("{}")
+    (item.path / "evaluation.png").unlink()
+    os.mkfifo(item.path / "evaluation.png")
+    (item.path / "two\nlines").write_text("")
+    assert all(str(fault).isprintable() for fault in cache.check(item))
+    repair(hub, item)
+    pulled(cache.find(REPO))
+    for make in (os.mkdir, os.mkfifo):
+        (item.path / "manifest.json").unlink()
+        make(item.path / "manifest.json")
+        assert [fault.name for fault in cache.check(item)] == ["manifest.json"]
+        repair(hub, item)
+        pulled(cache.find(REPO))
+
+
+def test_a_repair_while_the_hub_is_down_loses_nothing(hub, server, published):
+    item = pull_weights(hub, REPO)
+    flip(item.path / "onnx" / "ranker.onnx")
+    before = {path: path.stat() for path in item.path.rglob("*")}
+    server.stop()
+    with pytest.raises(HubError, match=rf"{REPO}@{published[:12]}: cannot reach"):
+        repair(hub, item)
+    assert {path: path.stat() for path in item.path.rglob("*")} == before
+
+
 def test_a_folder_that_is_a_link_is_refused(hub, server, published, tmp_path):
     item = pull_weights(hub, REPO)
     shutil.move(item.path / "onnx", tmp_path / "elsewhere")
@@ -371,7 +401,9 @@ def in_namespace(script: str) -> subprocess.CompletedProcess:
     )
 
 
-PULL = f"{sys.executable} -c 'from pretune.cli import main; main()' hub pull {REPO}"
+PULL, RM = (
+    f"{sys.executable} -c 'from pretune.cli import main; main()' hub {verb} {REPO}" for verb in ("pull", "rm")
+)
 
 
 def test_a_full_disk(server, published, tmp_path, monkeypatch):
@@ -396,12 +428,21 @@ def test_a_read_only_cache(server, hub, published, tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert str(item.path) in ended.stdout
+    ended = in_namespace(f"mount --bind {root} {root}; mount -o remount,bind,ro {root}; {RM}")
+    assert ended.returncode == 5 and ended.stderr.startswith(f"error: cannot delete {item.path}: Read-only")
+    pulled(item)
     new = f"PRETUNE_CACHE={root}/new"
     ended = in_namespace(
         f"mount --bind {root} {root}; mount -o remount,bind,ro {root}; "
         f"export HF_ENDPOINT={server.url} {new}; {PULL}"
     )
     assert ended.returncode == 8 and "set PRETUNE_CACHE to a folder that can be written" in ended.stderr
+
+
+def test_a_cache_that_is_a_file(hub, published, tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(HubError, match=r"cannot write .*; set PRETUNE_CACHE to a folder"):
+        pull_weights(hub, REPO)
 
 
 def test_two_processes_that_pull_at_once_download_once(server, published):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 import time
+import tomllib
+from pathlib import Path
 
 import huggingface_hub.constants
 import numpy as np
@@ -236,3 +241,24 @@ def test_without_torch_the_stored_outputs_are_compared_with(folder, monkeypatch)
     (folder / REFERENCE).unlink()
     with pytest.raises(WeightsError, match=r"no reference outputs .* pip install 'pretune\[export\]'"):
         check_networks(folder, read_config(folder))
+
+
+def test_the_lowest_promised_onnx_runtime_loads_them(folder, tmp_path):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (lowest,) = (d.split(">=")[1] for d in project["dependencies"] if d.startswith("onnxruntime>="))
+    there = tmp_path / "lowest"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--timeout", "10", "--retries", "0"]
+    got = subprocess.run(
+        [*pip, "--target", there, f"onnxruntime=={lowest}.0"], capture_output=True, text=True
+    )
+    if got.returncode:
+        pytest.skip(f"pip cannot get onnxruntime {lowest}: {got.stderr.strip().splitlines()[-1]}")
+    code = (
+        "import pathlib, onnxruntime; from pretune.hub.validate import validate; "
+        f"assert onnxruntime.__version__ == '{lowest}.0'; validate(pathlib.Path({str(folder)!r}))"
+    )
+    paths = os.pathsep.join([str(there), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from pretune import env
-from pretune.errors import WeightsError
+from pretune.errors import OutputError, WeightsError
 from pretune.hub.integrity import Fault, check_folder, sha256_of
 from pretune.model.weights import Weights, load_weights
 
@@ -159,10 +159,21 @@ def size_of(folder: Path) -> int:
 
 
 def remove(item: Cached) -> int:
-    """Delete a revision from the cache, and broken off downloads; returns the bytes that it held."""
+    """Delete a revision from the cache, and broken off downloads; returns the bytes that it held.
+
+    Raises
+    ------
+    OutputError
+        If the operating system refuses.
+    """
     size = size_of(item.path)
-    item.path.with_name(f"{item.path.name}.json").unlink(missing_ok=True)  # first: now it is not there
-    shutil.rmtree(item.path)
+    try:
+        item.path.with_name(f"{item.path.name}.json").unlink(missing_ok=True)  # first: now it is not there
+        shutil.rmtree(item.path)
+    except OSError as error:
+        raise OutputError(
+            f"cannot delete {item.path}: {error.strerror}; make it writable, and run this again"
+        ) from error
     for staging in item.path.parent.glob("*.part"):
         shutil.rmtree(staging, ignore_errors=True)
     return size

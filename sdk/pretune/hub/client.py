@@ -174,7 +174,7 @@ def explain(error: BaseException, what: str, endpoint: str) -> str:
         return f"{what}: {_explain_status(error, status, endpoint)}"
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         return f"{what}: the disk is full; free some space, or set PRETUNE_CACHE to a folder with more"
-    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR):
         return f"{what}: cannot write {error.filename}; set PRETUNE_CACHE to a folder that can be written"
     if "Consistency check failed" in str(error):
         return f"{what}: the file came incomplete; run it again"

@@ -112,10 +112,12 @@ def repair(hub: Hub, item: Cached) -> list[str]:
     record = item.record
     staging = item.path.with_name(f"{item.path.name}.part")
     repaired = []
-    with _disk_errors(hub, f"{record.repo}@{record.revision[:12]}"), FileLock(item.path.with_name(".lock")):
+    name = f"{record.repo}@{record.revision[:12]}"
+    with _disk_errors(hub, name), FileLock(item.path.with_name(".lock")):
         try:
             # While the manifest is bad, it is not known which other files are: twice at most.
             while faults := cache.check(item):
+                hub.reach(name)
                 for fault in faults:
                     _replace(hub, item, fault.name, staging)
                     repaired.append(fault.name)
@@ -135,7 +137,8 @@ def _replace(hub: Hub, item: Cached, bad: str, staging: Path) -> None:
         manifest = read_manifest(item.path / "manifest.json")
         assert not isinstance(manifest, Fault)  # it would be the only fault
         if bad not in manifest.files:
-            if file.is_symlink() or not file.is_dir():  # a link may have made way for a folder by now
+            # It may have made way for what belongs there by now.
+            if file.is_symlink() or (file.exists() and not file.is_dir()):
                 file.unlink()
             return
         expected = manifest.files[bad].sha256
@@ -146,6 +149,8 @@ def _replace(hub: Hub, item: Cached, bad: str, staging: Path) -> None:
     for path in (file.parent, file):  # a link in the place of either would lead elsewhere
         if path.is_symlink():
             path.unlink()
+    if file.is_dir():
+        shutil.rmtree(file)
     file.parent.mkdir(exist_ok=True)
     fresh.replace(file)
 

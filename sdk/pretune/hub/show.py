@@ -103,7 +103,7 @@ def checked(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for row in rows:
         state = "all files are as they should be"
         if row["bad"]:
-            state = f"{len(row['bad'])} bad files"
+            state = f"bad: {', '.join(fault['file'] for fault in row['bad'])}"
         elif row["repaired"]:
             state = f"repaired: {', '.join(row['repaired'])}"
         _line(console, f"{row['path']}: {state}")
