@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -33,6 +34,7 @@ def export(config: TrainConfig, run: Path, out: Path, name: str, quality: dict[s
     if out.is_dir() and not check_folder(out):
         return out
     shutil.rmtree(out, ignore_errors=True)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nobody asked for
     found = describe_data(config)
     return export_weights(
         load_best(run, config), out, name=name, covers=found.covers, measured_on=found.measured_on,

@@ -20,7 +20,7 @@ from pretune.space import trace_to_json
 
 if TYPE_CHECKING:
     from pretune.intake import Task
-    from pretune.measure import MeasurePool
+    from pretune.measure import Pool
 
 
 def check_xgboost() -> None:
@@ -38,7 +38,7 @@ def check_xgboost() -> None:
 
 
 def tune_stock(
-    task: Task, target: Any, pool: MeasurePool, *, budgets: Sequence[int], seed: int, work_dir: Path
+    task: Task, target: Any, pool: Pool, *, budgets: Sequence[int], seed: int, work_dir: Path
 ) -> dict[int, Found]:
     """Tune a task with ``ms.tune_tir`` as it comes: EvolutionarySearch, XGBModel, 64 candidates an iteration.
 
@@ -133,7 +133,7 @@ def _finalists(records: Sequence[Any]) -> list[Any]:
     return [record for _seconds, record in sorted(ran, key=lambda one: one[0])[:FINALISTS]]
 
 
-def _name_winners(task: Task, pool: MeasurePool, found: Sequence[Found]) -> None:
+def _name_winners(task: Task, pool: Pool, found: Sequence[Found]) -> None:
     """Time all finalists in turns, as pretune does with its own, and keep the fastest of each."""
     from pretune.tuning import FINAL_ROUNDS, replay
 
@@ -180,7 +180,7 @@ class Trials:
         return time.perf_counter() - self.start
 
 
-def through_pool(pool: MeasurePool, trials: Trials) -> tuple[Any, Any]:
+def through_pool(pool: Pool, trials: Trials) -> tuple[Any, Any]:
     """A builder that keeps the programs, and a runner that builds and times them in the pool."""
     from tvm.s_tir.meta_schedule.builder import BuilderResult, PyBuilder
     from tvm.s_tir.meta_schedule.cost_model.xgb_model import derived_object  # its own module moves

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pretune.bench.common import Bench
 from pretune.bench.found import Found, best_so_far
-from pretune.measure import MeasurePool
+from pretune.measure import Pool
 from pretune.records import Record, RunFolder
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def tune_ours(
-    task: Task, bench: Bench, pool: MeasurePool, *, budgets: Sequence[int], seed: int, work_dir: Path
+    task: Task, bench: Bench, pool: Pool, *, budgets: Sequence[int], seed: int, work_dir: Path
 ) -> dict[int, Found]:
     """Tune a task once, with the largest budget; smaller ones are its first trials, with finals of their own.
 
@@ -82,7 +82,7 @@ class _Clock:
 def _run(
     task: Task,
     bench: Bench,
-    pool: MeasurePool | None,
+    pool: Pool | None,
     path: Path | None,
     trials: int,
     seed: int,
