@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tvm
 from click.testing import CliRunner
@@ -24,9 +25,9 @@ from pretune.measure.result import Measured
 from pretune.model import WorldModel, load_weights
 from pretune.progress import seconds_text, show_progress
 from pretune.records import Record, RunFolder, best_records, latest_finals, make_record, target_key
-from pretune.space import trace_to_json
-from pretune.tuning import FINALISTS, Progress, Run, TaskResult, build_deadline, limits, tune
-from programs import TARGET, matmul
+from pretune.space import TaskSpace, serial, trace_to_json
+from pretune.tuning import FINALISTS, Progress, Run, TaskResult, build_deadline, limits, replay, tune
+from programs import TARGET, matmul, softmax
 
 HARDWARE = hardware_for_target(TARGET, detect())
 
@@ -234,3 +235,42 @@ def test_progress_where_there_is_no_terminal(capsys):
         "task 1/2 task0  search, 8 trials  best 1 ms  default 2 ms",
         "task 2/2 task1  search, 8 trials  best 1 ms  default 2 ms",
     ]
+
+
+# -- without parallel loops ----------------------------------------------------------------------------------
+
+
+def is_parallel(trace: list) -> bool:
+    return any(inst[0] == "Parallel" for inst in trace[0])
+
+
+@pytest.mark.parametrize(("seconds", "also_serial"), [(5e-6, True), (1e-3, False)])
+def test_finalists_of_a_tiny_task_without_parallel_loops(pool, model, tmp_path, seconds, also_serial):
+    task = make_task("matmul", matmul(8, 8, 8)["main"])
+    space = TaskSpace.generate(task.mod, TARGET)
+    rng = np.random.default_rng(0)
+    made = {c.shash: c for row in space.spaces[0].sample(32, rng) if (c := space.materialise(0, row))}
+    traces = [c.trace_json for c in made.values() if is_parallel(c.trace_json)][:5]
+    trials = [record(task, i, t, seconds + 1e-9 * i) for i, t in enumerate(traces, start=1)]
+    trials = [record(task, 0, None, 1.0), *trials]
+    with RunFolder(tmp_path) as folder:
+        result = Run(TARGET, HARDWARE, model, pool, folder, 5, 0, None, list(trials), 1).task(0, task)
+        finals = folder.log.load()
+    assert (result.chosen_by, result.error, result.notes) == ("search", "", [])
+    one_thread = [final for final in finals if not is_parallel(final.trace)]
+    assert [final.ok for final in finals] == [True] * len(finals)
+    assert len(finals) - len(one_thread) == 5
+    # Of the best three, with the numbers of the trials that they come from.
+    assert sorted(final.trial for final in one_thread) == ([1, 2, 3] if also_serial else [])
+    for final in one_thread:
+        assert "T.parallel" not in replay(task.mod, final.trace).script()
+        assert final.trace == serial(traces[final.trial - 1])
+
+
+def test_an_unmeasured_choice_is_parallel_where_that_pays(model):
+    run = Run(TARGET, HARDWARE, model, None, None, 0, 0, None, [], 2)
+    small, large = (make_task("softmax", softmax(*shape)["main"]) for shape in ((8, 16), (512, 512)))
+    for task, parallel in ((small, False), (large, True)):
+        result = run.task(0, task)
+        assert result.trace is not None and is_parallel(result.trace) == parallel
+        assert ("T.parallel" in replay(task.mod, result.trace).script()) == parallel

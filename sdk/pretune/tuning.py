@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from pretune import env
@@ -53,13 +54,14 @@ from pretune.records import (  # noqa: E402
     write_database,
 )
 from pretune.search import Proposal, TaskSearch  # noqa: E402
-from pretune.space import TaskSpace  # noqa: E402
+from pretune.space import TaskSpace, serial  # noqa: E402
 from pretune.vector_math import vectorise  # noqa: E402
 
 if TYPE_CHECKING:
     from tvm.target import Target
 
     from pretune.measure import Measured
+    from pretune.space import Candidate
 
 FIRST_BATCH, BATCH = 16, 8
 """Trials before the first look at what was learnt, and between two later ones. On eight tasks of
@@ -69,6 +71,17 @@ FINALISTS = 6
 """Candidates timed in turns with the default schedule before the winner is named."""
 
 FINAL_ROUNDS = 7
+
+SERIAL_BELOW_S, SERIAL_FINALISTS = 20e-6, 3
+"""Where the best trial is faster than so many seconds, so many of the best are finalists on one thread too:
+MetaSchedule makes every program parallel, and waking threads takes 1 to 3 us. On the 2 cores of the datasets
+in ``hub_cards`` one thread won on 22 of the 31 tasks below 3 us, by a quarter, on 4 of the 37 of 3 to 6 us,
+and on none above. More cores take longer to wake."""
+
+SERIAL_WORK = 6 * 1024
+"""What is chosen without measuring runs on one thread where the elements of its arguments and a 32nd of its
+operations are fewer. One thread was up to 1.8 times as fast on 4 of the 7 such tasks of the same datasets,
+and at most 0.8 % slower on the others."""
 
 TOO_SLOW = 3.0
 """A default schedule this many times slower than the best trial is not timed with the finalists again: it may
@@ -368,7 +381,7 @@ class Run:
         try:
             space = TaskSpace.generate(task.mod, self.target)
             if space.is_trivial:
-                self._only_candidate(space, result)
+                self._only_candidate(space, task, result)
             elif self.pool is None:
                 self._first_choice(space, task, result)
             else:
@@ -404,18 +417,19 @@ class Run:
         where = (task.name, index, self.count, trials, self.budget)
         self.on_progress(Progress(*where, best, default, left, self.resumed, result))
 
-    def _only_candidate(self, space: TaskSpace, result: TaskResult) -> None:
+    def _only_candidate(self, space: TaskSpace, task: Task, result: TaskResult) -> None:
         candidate = None
         if space.spaces:
             candidate = space.materialise(0, np.zeros(len(space.spaces[0].slots), np.int32))
-        result.chosen_by, result.trace = ("only", candidate.trace_json) if candidate else ("default", None)
+        result.chosen_by = "only" if candidate else "default"
+        result.trace = _unmeasured(task, candidate) if candidate else None
 
     def _first_choice(self, space: TaskSpace, task: Task, result: TaskResult) -> None:
         search = TaskSearch(space, TaskScorer(self.model, space, self.hardware), seed=self.seed)
         proposals = search.propose(1, greedy=True)
         if not proposals:
             raise RuntimeError("no candidate of the design space could be built")
-        result.chosen_by, result.trace = "model", proposals[0].candidate.trace_json
+        result.chosen_by, result.trace = "model", _unmeasured(task, proposals[0].candidate)
 
 
 class _TaskRun:
@@ -546,7 +560,8 @@ class _TaskRun:
     def _finals(self, ranked: list[Record]) -> None:
         """Write a final record for each finalist; one whose outputs are wrong is recorded as failed."""
         default = [r for r in ranked if r.trace is None and r.latency < TOO_SLOW * ranked[0].latency]
-        finalists = [r for r in ranked if r.trace is not None][:FINALISTS] + default
+        finalists = [r for r in ranked if r.trace is not None][:FINALISTS]
+        finalists += self._serial(finalists) + default
         mods = [
             self.task.mod if r.trace is None else self._built(replay(self.task.mod, r.trace))
             for r in finalists
@@ -567,6 +582,18 @@ class _TaskRun:
         # finalist that was not checked without the checked one before it.
         order = sorted(range(len(finalists)), key=lambda i: (timed[i].ok, timed[i].latency))
         self._keep(*(self._final(finalists[i], timed[i]) for i in order))
+
+    def _serial(self, finalists: list[Record]) -> list[Record]:
+        """The best few without parallel loops, where these may cost more than they save."""
+        if not finalists or finalists[0].latency > SERIAL_BELOW_S:
+            return []
+        known = {record.trace_key for record in [*finalists, *self._mine()]}
+        made = [
+            msgspec.structs.replace(record, trace=serial(record.trace))
+            for record in finalists[:SERIAL_FINALISTS]
+            if record.trace is not None
+        ]
+        return [record for record in made if record.trace_key not in known]
 
     def _final(self, record: Record, measured: Measured) -> Record:
         return self._made(
@@ -589,6 +616,12 @@ class _TaskRun:
     def _note(self, text: str) -> None:
         self.result.notes.append(text)
         self.shared.notices.append(text)
+
+
+def _unmeasured(task: Task, candidate: Candidate) -> list[Any]:
+    """The trace of a candidate that is chosen without measuring."""
+    work = sum(math.prod(shape) for shape, _ in task.args) + task.flops / 32
+    return serial(candidate.trace_json) if work < SERIAL_WORK else candidate.trace_json
 
 
 def build_deadline(seconds: Sequence[float], most: float) -> float:
@@ -663,8 +696,6 @@ def _why_nothing(records: Sequence[Record]) -> str:
 
 
 def _failed(measured: Measured, error: str) -> Measured:
-    import msgspec
-
     return msgspec.structs.replace(measured, latencies=(), error_kind="run", error=error)
 
 

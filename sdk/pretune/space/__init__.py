@@ -2,7 +2,7 @@
 
 from pretune.space.slots import Slot, factorisations
 from pretune.space.space import Candidate, DesignSpace, TaskSpace
-from pretune.space.trace import sampling_indices, split_trace, trace_to_json
+from pretune.space.trace import sampling_indices, serial, split_trace, trace_to_json
 
 __all__ = [
     "Candidate",
@@ -11,6 +11,7 @@ __all__ = [
     "TaskSpace",
     "factorisations",
     "sampling_indices",
+    "serial",
     "split_trace",
     "trace_to_json",
 ]

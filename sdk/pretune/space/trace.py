@@ -35,6 +35,13 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value]
 
 
+def serial(trace: Sequence[Any]) -> list[Any]:
+    """A trace as `trace_to_json` makes it without the postprocessing that makes loops parallel."""
+    insts, decisions = trace
+    end = next((i for i, inst in enumerate(insts) if inst[0] == "EnterPostproc"), len(insts))
+    return [[inst for i, inst in enumerate(insts) if i < end or inst[0] != "Parallel"], decisions]
+
+
 def sampling_indices(insts: Sequence[Sequence[Any]]) -> list[int]:
     """Positions of the instructions that take a decision."""
     return [i for i, inst in enumerate(insts) if inst[0].startswith("Sample")]
