@@ -112,8 +112,11 @@ class Collector:
                     end.write("\n")
         for line in read_lines(self.out / "done.jsonl"):
             self.done.add(line["task"])
-        for row in read_lines(self.out / PENDING):  # Of a run that was stopped in the middle of a batch.
-            self.append("measured.jsonl", row)
+        if pending := list(read_lines(self.out / PENDING)):  # Of a run that was stopped in a batch.
+            known = {_key(row) for row in read_lines(self.out / "measured.jsonl")}
+            for row in pending:
+                if _key(row) not in known:
+                    self.append("measured.jsonl", row)
         (self.out / PENDING).unlink(missing_ok=True)
 
     def run(self, tasks: Sequence[CorpusTask], deadline: float = float("inf")) -> int:
@@ -297,6 +300,11 @@ def materialise(
     return batch
 
 
+def _key(row: dict[str, Any]) -> tuple[str, int, str]:
+    """Which candidate a row is of."""
+    return row["task"], row["space"], json.dumps(row["decisions"])
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Lines of a file that a `Collector` wrote; none if there is no file."""
     if not path.exists():
@@ -324,7 +332,7 @@ def read_collected(
         for row in read_lines(folder / "measured.jsonl"):
             before, after = row["calibration"]
             if row["task"] in spaces and abs(after / before - 1) <= max_drift:
-                rows[row["task"], row["space"], json.dumps(row["decisions"])] = row
+                rows[_key(row)] = row
     return spaces, list(rows.values())
 
 

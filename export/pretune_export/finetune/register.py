@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,13 @@ def export(config: TrainConfig, run: Path, out: Path, name: str, quality: dict[s
     if out.is_dir() and not check_folder(out):
         return out
     shutil.rmtree(out, ignore_errors=True)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nobody asked for
     found = describe_data(config)
-    return export_weights(
-        load_best(run, config), out, name=name, covers=found.covers, measured_on=found.measured_on,
-        quality=quality, provenance=found.provenance | {"datasets": [], "test_datasets": []},
-    )  # fmt: skip
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nobody asked for
+    with warnings.catch_warnings(action="ignore"):
+        return export_weights(
+            load_best(run, config), out, name=name, covers=found.covers, measured_on=found.measured_on,
+            quality=quality, provenance=found.provenance | {"datasets": [], "test_datasets": []},
+        )  # fmt: skip
 
 
 def finish(out: Path, evaluation: dict[str, Any], provenance: dict[str, Any]) -> None:

@@ -1,0 +1,278 @@
+"""Fine-tuning for real on three tiny tasks: killed, resumed, trained for an epoch, judged, registered."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import tvm
+from click.testing import CliRunner
+
+from programs import TARGET, matmul
+
+torch = pytest.importorskip("torch")
+
+TRIALS = 48
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("programs")
+    paths = []
+    for n, shape in enumerate(((32, 48, 64), (64, 32, 16), (48, 48, 48))):
+        paths.append(folder / f"p{n}.json")
+        paths[-1].write_text(str(tvm.ir.save_json(matmul(*shape))))
+    return paths
+
+
+def options(programs, out, weights):
+    return {"tasks": programs, "target": TARGET, "trials": TRIALS, "base": weights, "out": out}
+
+
+def rows(out: Path, name: str = "measured") -> list[dict]:
+    file = out / "collected" / f"{name}.jsonl"
+    lines = file.read_text().split("\n") if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+@pytest.fixture(scope="module")
+def killed(programs, weights, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """The folder of a run that was killed in the middle of a batch, and what it had measured."""
+    out = tmp_path_factory.mktemp("runs") / "out"
+    tasks = [part for path in programs for part in ("--tasks", str(path))]
+    command = [sys.executable, "-m", "pretune.cli", "finetune", *tasks, "--target", str(TARGET)]
+    command += ["--trials", str(TRIALS), "--base", str(weights), "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not (rows(out) and rows(out, "pending")) and process.poll() is None:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = rows(out) + rows(out, "pending")
+    assert 0 < len(before) < TRIALS
+    return out, before
+
+
+@pytest.fixture(scope="module")
+def finished(killed, programs, weights):
+    """The result of the same run, resumed to its end, and what it reported on the way."""
+    import pretune
+    from pretune_export.finetune import plan
+
+    out, _before = killed
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(plan.FINE_TUNING, "epochs", 1)
+        patch.setitem(plan.FINE_TUNING, "candidates_with_states", 2)
+        result = pretune.finetune(**options(programs, out, weights), search=False, on_progress=seen.append)
+    return result, seen
+
+
+def test_a_killed_run_goes_on_without_measuring_anything_again(killed, finished):
+    out, before = killed
+    result, seen = finished
+    after = rows(out)
+    keys = [(r["task"], r["space"], json.dumps(r["decisions"])) for r in after]
+    assert len(keys) == len(set(keys)) == result.schedules == TRIALS
+    had = [(r["task"], r["space"], json.dumps(r["decisions"])) for r in before]
+    assert keys[: len(had)] == had
+    assert [r["latencies"] for r in after[: len(had)]] == [r["latencies"] for r in before]
+    assert list(dict.fromkeys(p.phase for p in seen)) == ["measuring", "training", "judging"]
+
+
+def test_models_choose_for_training_tasks_only(killed, finished):
+    from pretune_export.networks import load_corpus
+
+    out, _before = killed
+    splits = {task.id: task.split for task in load_corpus(out / "tasks.jsonl.gz")}
+    assert sorted(splits.values()) == ["test", "train", "validation"]
+    policies = {
+        split: {r["policy"] for r in rows(out) if splits[r["task"]] == split} for split in splits.values()
+    }
+    assert "model" in policies["train"] and "random" in policies["train"]
+    assert "model" not in policies["test"] | policies["validation"]
+
+
+def test_the_weights_can_be_published_and_say_where_they_come_from(finished):
+    from huggingface_hub import ModelCard
+
+    from pretune.hub.validate import validate
+
+    result, _seen = finished
+    config = validate(result.weights)
+    assert (config.covers.isa_level, config.measured_on[0].cores) == ("x86-64-v3", 2)
+    card = ModelCard.load(result.weights / "README.md")
+    assert card.data.get("base_model") == "pretune/cpu-x86-64-v4"
+    assert "Fine-tuned from `cpu-x86-64-v4` with 48 schedules" in card.text
+    assert "None of these networks" not in card.text
+    for name in ("top1", "top5", "spearman"):
+        assert config.quality[name] == pytest.approx(result.after[name])
+
+
+def test_training_started_from_the_base(killed, finished, weights):
+    """An epoch moves the networks a little; the spread of their inputs stays."""
+    from pretune_export.nets import load_net
+
+    result, _seen = finished
+    base, tuned = load_net(weights).state_dict(), load_net(result.weights).state_dict()
+    moved = {name: float((tuned[name] - value).abs().max()) for name, value in base.items()}
+    assert all(moved[name] == 0 for name in moved if name.endswith(("input.mean", "input.scale")))
+    assert 0 < max(moved.values()) < 0.05
+
+
+def test_only_better_weights_are_registered_and_then_used(finished, monkeypatch, tmp_path):
+    from pretune.hardware import detect, hardware_for_target
+    from pretune.hub.sources import find_weights
+    from pretune_export.finetune.register import register
+
+    result, _seen = finished
+    assert result.kept == (result.registered is not None and result.registered.is_dir())
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    hardware = hardware_for_target(TARGET, detect())
+    assert find_weights(hardware).config.name == "cpu-x86-64-v4"
+    for _again in range(2):  # the second time they take the place of the first
+        place = register(result.weights, "mine")
+        assert find_weights(hardware).path == place
+    assert [p.name for p in place.parent.iterdir()] == ["mine"]
+    assert [p.name for p in place.parents[1].iterdir()] == ["weights"]
+
+
+def test_a_finished_run_is_not_done_again(killed, finished, programs, weights):
+    import pretune
+
+    out, _before = killed
+    result, _seen = finished
+    again = pretune.finetune(**options(programs, out, weights), search=False)
+    assert again == result
+    with pytest.raises(pretune.errors.OptionError, match="trials: 48"):
+        pretune.finetune(**options(programs, out, weights) | {"trials": 64})
+
+
+def rankings(top1: float) -> dict:
+    test = {"mean": {"top1": top1, "top5": 0.9, "spearman": 0.8}}
+    return {"mean": test["mean"], "test": {"tasks": 4}}
+
+
+@pytest.mark.parametrize(
+    ("after", "search", "kept", "said"),
+    [
+        (0.8, None, True, "top-1 0.700 -> 0.800"),
+        (0.7, None, False, "do not rank better"),
+        (0.6, {"base": 1.5}, False, "do not rank better"),
+        (0.8, {"base": 1.02}, True, "rank better"),
+        (0.8, {"base": 0.8}, False, "slower"),
+    ],
+)
+def test_what_is_better(after, search, kept, said):
+    from pretune_export.finetune.judge import better
+
+    found, why = better({"before": rankings(0.7), "after": rankings(after)}, search)
+    assert found is kept and said in why
+
+
+def test_a_dead_pool_says_what_is_kept(programs, weights, tmp_path, monkeypatch):
+    import pretune
+    from pretune.errors import MeasureError
+
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    with pytest.raises(MeasureError, match=r"keeps the 0 schedules .* the same command resumes"):
+        pretune.finetune(**options(programs, tmp_path / "out", weights))
+
+
+def test_without_torch_the_install_line_comes_first(tmp_path, monkeypatch):
+    from pretune.cli import main
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    result = CliRunner().invoke(main, ["finetune", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 4
+    assert result.stderr == (
+        "error: pretune finetune (torch) needs an optional package; run: pip install 'pretune[export]'\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30m", 1800), ("1h30m", 5400), ("90s", 90), (12.5, 12.5), ("0s", None), ("x", None)],
+)
+def test_budgets_of_time(text, seconds):
+    from pretune.errors import OptionError
+    from pretune.finetuning import parse_duration
+
+    if seconds is None:
+        with pytest.raises(OptionError, match="--budget"):
+            parse_duration(text)
+    else:
+        assert parse_duration(text) == seconds
+
+
+def task(name: str, *networks: str):
+    from pretune_export.networks import CorpusTask
+
+    return CorpusTask(name, networks, (1,) * len(networks), "train", name, 1, (), 1.0, 1, "")
+
+
+def test_whole_networks_are_held_out_where_there_are_enough():
+    from pretune_export.finetune.plan import split
+
+    networks = [f"n{i}" for i in range(10)]
+    tasks = [task(f"{n}-{i}", n) for n in networks for i in range(4)] + [task("shared", *networks)]
+    found = {t.id: t.split for t in split(tasks)}
+    by_network = {n: {found[f"{n}-{i}"] for i in range(4)} for n in networks}
+    assert all(len(splits) == 1 for splits in by_network.values())
+    assert sum(splits == {"test"} for splits in by_network.values()) == 2
+    assert found["shared"] == "train"
+    few = [msgspec.structs.replace(t, networks=("one",)) for t in tasks]
+    counts = [t.split for t in split(few)]
+    assert (counts.count("test"), counts.count("validation")) == (8, 4)
+
+
+def test_without_programs_the_shipped_tasks_keep_their_splits(weights):
+    from pretune_export.finetune.plan import dataset_tasks, in_turn, spread
+
+    shipped = {t.id: t.split for t in dataset_tasks(weights)}
+    chosen = in_turn(spread(dataset_tasks(weights), 1000), seed=0)
+    assert len({t.id for t in chosen}) == len(chosen) == 31
+    assert all(shipped[t.id] == t.split for t in chosen)
+    assert [t.split for t in chosen].count("test") == 6
+    # Wherever it ends, some of each have been measured.
+    assert {t.split for t in chosen[:12]} == {"train", "validation", "test"}
+
+
+def test_transfer_compares_fine_tuned_with_scratch(killed, finished, tmp_path):
+    from pretune_export.config import TrainConfig
+    from pretune_export.dataset import read_parquet
+    from pretune_export.evidence.transfer import draw, transfer
+
+    out, _before = killed
+    datasets = [str(out / "dataset")]
+    drawn = []
+    for n in (20, 24):
+        (folder,) = draw(datasets, tmp_path / str(n), n)
+        _tasks, _spaces, by_machine, _machines = read_parquet(Path(folder))
+        (found,) = by_machine.values()
+        assert len(found) == n
+        drawn.append({(r["task"], r["space"], json.dumps(r["decisions"])) for r in found})
+    assert drawn[0] < drawn[1]
+    config = TrainConfig(
+        datasets=datasets, test_datasets=[str(out / "dataset-test")], epochs=1, tasks_per_batch=1, threads=1,
+        candidates_with_states=0,
+    )  # fmt: skip
+    from pretune_export.finetune import plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(plan.FINE_TUNING, "epochs", 1)
+        made = transfer(config, tmp_path / "run", base=out / "base", schedules=[60])
+    names = [(row["model"], row["drawn"]) for row in made]
+    assert names == [("base", 0), ("scratch", 60), ("fine-tuned", 60), ("scratch", 600)]
+    assert json.loads((tmp_path / "run" / "transfer.json").read_text()) == made
+    # One epoch from scratch on two tasks is no model; from the base it is.
+    assert made[2]["spearman"] > made[1]["spearman"]
