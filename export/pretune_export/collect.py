@@ -227,6 +227,7 @@ class Collector:
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
             }
 
+        results: list[Measured] = []
         for attempt in range(3):
             (self.out / PENDING).unlink(missing_ok=True)
             before = after = self.pool.calibrate()
