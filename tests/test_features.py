@@ -10,6 +10,7 @@ import pytest
 import tvm
 
 from pretune.features import ActionEncoder, encode_state
+from pretune.features.nest import Env
 from pretune.features.program import read_program
 from pretune.features.schema import ACTION, ACTION_TYPES, ANNOTATION, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
 from pretune.features.state import MAX_LOOPS
@@ -188,3 +189,20 @@ def test_every_instruction_of_a_cuda_space_has_a_type():
         assert all(np.isfinite(a).all() for a in actions) and np.isfinite(summary).all()
         names |= {inst[0] for inst in design.insts}
     assert names - set(ACTION_TYPES) - set(QUERIES) - {n for n in names if n.startswith("Sample")} == set()
+
+
+def test_candidates_that_agree_are_summarised_once():
+    mod = softmax()
+    design = TaskSpace.generate(mod, TARGET).spaces[0]
+    encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
+    rows = design.sample(300, np.random.default_rng(0))
+    decisions = design.decisions(rows)
+    plain, shared = Env(decisions, 300), Env(decisions, 300, rows)
+    few = {step.slots: shared.distinct(step.slots)[0].n for step in encoder.steps}
+    assert min(few.values()) < 30
+    for step in encoder.steps:
+        np.testing.assert_array_equal(step.features(shared), step.features(plain))
+        some, which = shared.distinct(step.slots)
+        if which is not None:
+            np.testing.assert_array_equal(step.features(some)[which], step.features(plain))
+    np.testing.assert_array_equal(encoder.summarise(shared), encoder.summarise(plain))

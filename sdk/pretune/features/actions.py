@@ -22,15 +22,14 @@ from pretune.features.nest import (
     Nest,
     NestLoop,
     Value,
-    add_unrolling,
     const,
     describe_block,
     from_block,
     log2,
+    product,
     quotient,
-    region,
     slot_value,
-    summarise,
+    span,
 )
 from pretune.features.program import Access, Block, Buffer
 from pretune.features.schema import (
@@ -47,6 +46,7 @@ from pretune.features.schema import (
     SUMMARY,
 )
 from pretune.features.state import describe_loop
+from pretune.features.summary import Summary, summarise, unroll
 from pretune.space.slots import INLINE, ROOT
 
 _log = logging.getLogger(__name__)
@@ -162,8 +162,8 @@ class ActionEncoder:
             float32 ``[n, len(SUMMARY)]``, for the ranker.
         """
         n = len(decisions[0]) if len(decisions) else 1
-        env = Env(list(decisions), n)
-        single = Env([s[:1] for s in env.slots], 1)
+        env = Env(decisions, n)
+        single = Env([s[:1] for s in decisions], 1)
         actions = [step.features(env if step.slots else single) for step in self.steps]
         return actions, self.summarise(env)
 
@@ -171,7 +171,7 @@ class ActionEncoder:
         """The ranker's view of all actions together: float32 ``[n, len(SUMMARY)]``."""
         out = np.zeros((env.n, len(SUMMARY)), dtype=np.float32)
         for i, nest in enumerate(self._final[:MAX_POSTPROC]):
-            summary = self._unrolled_summary_of(nest, env)
+            summary = self._unrolled_features_of(nest, env)
             if i < 2:
                 out[:, i * len(NEST) : (i + 1) * len(NEST)] = summary
             else:
@@ -301,7 +301,7 @@ class ActionEncoder:
         table = np.array([float(v) for v in attrs[0]], dtype=np.float32)
 
         def evaluate(env: Env) -> Value:
-            return table[np.clip(env.slots[slot][:, 0].astype(np.int64), 0, len(table) - 1)]
+            return table[np.clip(env.columns[slot][0].astype(np.int64), 0, len(table) - 1)]
 
         self._values[outputs[0]] = Extent(evaluate, frozenset({slot}))
         self._slot += 1
@@ -507,13 +507,13 @@ class ActionEncoder:
         for extent in (*(factors or ()), value, location[0] if location else None):
             if extent is not None:
                 slots |= extent.slots
-        summary_of = self._unrolled_summary_of if name == "Postproc" else self._summary_of
+        features_of = self._unrolled_features_of if name == "Postproc" else self._features_of
         at_value = _AT_ANNOTATION + len(ANNOTATIONS) if key is not None else _AT_DECISION + FACTORS + 3
 
         def features(env: Env) -> np.ndarray:
             out = np.broadcast_to(base, (env.n, len(base))).copy()
             if frozen is not None:
-                out[:, _AT_NEST:_AT_LOOP] = summary_of(frozen, env)
+                out[:, _AT_NEST:_AT_LOOP] = features_of(frozen, env)
             if loop_extent is not None:
                 out[:, _AT_LOOP] = log2(env.get(loop_extent))
             if factors:
@@ -541,27 +541,28 @@ class ActionEncoder:
         )  # fmt: skip
         if key not in self._frozen:
             accesses = [Access(a.buffer, a.is_write, list(a.index)) for a in nest.accesses]
-            self._frozen[key] = Nest(
+            frozen = Nest(
                 nest.name, list(nest.axes), accesses, list(nest.ops), list(nest.loops), nest.has_init,
                 nest.inlined, nest.at_root, cuts=nest.all_cuts(),
             )  # fmt: skip
+            for other in self._frozen.values():
+                if (other.loops, other.accesses, other.axes, other.ops) == (
+                    frozen.loops, frozen.accesses, frozen.axes, frozen.ops
+                ):  # fmt: skip
+                    frozen.shape = other.shape  # Only the cuts differ.
+                    break
+            self._frozen[key] = frozen
         return self._frozen[key]
 
-    def _summary_of(self, nest: Nest, env: Env) -> np.ndarray:
+    def _summary_of(self, nest: Nest, env: Env) -> Summary:
         if nest not in env.summaries:
-            env.summaries[nest] = self._summarise_nest(nest, env)
+            few, which = env.distinct(nest.slots())
+            env.summaries[nest] = (
+                self._summarise_nest(nest, env) if which is None else self._summary_of(nest, few).take(which)
+            )
         return env.summaries[nest]
 
-    def _unrolled_summary_of(self, nest: Nest, env: Env) -> np.ndarray:
-        """Summary of a nest after postprocessing."""
-        if nest not in env.unrolled:
-            out = self._summary_of(nest, env).copy()
-            limit = self._annotated.get("meta_schedule.unroll_explicit")
-            add_unrolling(out, nest, env, env.get(limit) if limit is not None else 0.0)
-            env.unrolled[nest] = out
-        return env.unrolled[nest]
-
-    def _summarise_nest(self, nest: Nest, env: Env) -> np.ndarray:
+    def _summarise_nest(self, nest: Nest, env: Env) -> Summary:
         limit = self._annotated.get("meta_schedule.parallel")
         vector = self._annotated.get("meta_schedule.vectorize")
         return summarise(
@@ -569,6 +570,18 @@ class ActionEncoder:
             parallel_limit=float(np.max(env.get(limit))) if limit is not None and not limit.slots else 0.0,
             vector_limit=float(np.max(env.get(vector))) if vector is not None and not vector.slots else 1.0,
         )  # fmt: skip
+
+    def _features_of(self, nest: Nest, env: Env) -> np.ndarray:
+        return self._summary_of(nest, env).features
+
+    def _unrolled_features_of(self, nest: Nest, env: Env) -> np.ndarray:
+        """Features of a nest after postprocessing."""
+        if nest not in env.unrolled:
+            limit = self._annotated.get("meta_schedule.unroll_explicit")
+            env.unrolled[nest] = unroll(
+                self._summary_of(nest, env), env.get(limit) if limit is not None else 0.0
+            )
+        return env.unrolled[nest]
 
     def _finish(self) -> None:
         """Close with one ``Postproc`` step per block that remains, costliest last."""
@@ -689,13 +702,13 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
         inner += [Component(c.axis, masked(c.extent, position, True), c.is_reduce) for c in loop.components]
     slots = where.slots.union(*(c.extent.slots for c in inner)) if inner else where.slots
 
-    def spans(env: Env) -> list[Value]:
-        tiles: dict[int, Value] = {}
-        for c in inner:
-            if c.axis >= 0:
-                tiles[c.axis] = tiles.get(c.axis, 1.0) * env.get(c.extent)
+    axes = {c.axis for c in inner if c.axis >= 0}
+    tiles = {axis: product([c.extent for c in inner if c.axis == axis]) for axis in axes}
+
+    def needed(env: Env, d: int) -> Value:
         assert need is not None
-        return region(need, tiles)
+        form = need.index[d]
+        return span(need.buffer.shape[d], form, {a: env.get(tile) for a, tile in tiles.items() if a in form})
 
     whole = [e for e, _r in nest.axes]
     loops = outer
@@ -703,7 +716,7 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
         if i in axis_dim and not is_reduce:
 
             def evaluate(env: Env, d: int = axis_dim[i], full: Extent = whole[i]) -> Value:
-                return np.minimum(spans(env)[d], env.get(full))
+                return np.minimum(needed(env, d), env.get(full))
 
             extent = Extent(evaluate, slots | extent.slots)
         loops.append(NestLoop([Component(i, extent, is_reduce)]))

@@ -14,7 +14,7 @@ CAPACITIES = (2 << 10, 24 << 10, 192 << 10, 768 << 10, 4 << 20, 32 << 20)
 ACCESSES = 4
 """Accesses of a block that are described: the write, then the largest reads."""
 
-# One block's loop nest, summarised (see `pretune.features.nest.summarise`).
+# One block's loop nest, summarised (see `pretune.features.summary.summarise`).
 NEST = (
     "points", "work",
     *(f"{what}_{c}" for c in range(len(CAPACITIES)) for what in ("tile", "traffic")),

@@ -13,15 +13,15 @@ from pretune.features.nest import (
     Env,
     Nest,
     NestLoop,
-    add_unrolling,
     const,
     describe_block,
     footprint,
     log2,
-    summarise,
+    region,
 )
 from pretune.features.program import PARALLEL, THREAD, VECTORIZED, Access, Block, read_program
 from pretune.features.schema import ACCESSES, LOOP, STATE_BLOCK, STATE_LOOP
+from pretune.features.summary import summarise, unroll
 
 MAX_BLOCKS = 20
 """Blocks of a program that are described; the cheapest are left out of longer programs."""
@@ -66,13 +66,11 @@ def encode_state(func: Any, *, cores: int = 1) -> State:
     for i, block in enumerate(blocks):
         nest = _nest_of_state(block)
         parallel = _extent_of(block, PARALLEL)
-        unroll = max((loop.unroll for loop in block.loops), default=0)
-        env = Env([], 1)
-        summary = summarise(nest, env, cores=cores, parallel=parallel)
-        add_unrolling(summary, nest, env, float(unroll))
+        limit = max((loop.unroll for loop in block.loops), default=0)
+        summary = unroll(summarise(nest, Env([], 1), cores=cores, parallel=parallel), float(limit))
         extra = (
             block.name.endswith("_init"), block.guarded,
-            np.log2(unroll + 1) * 0.1,
+            np.log2(limit + 1) * 0.1,
             log2(parallel), log2(_extent_of(block, VECTORIZED)), log2(_extent_of(block, THREAD)),
             i / len(blocks),
         )  # fmt: skip
@@ -123,7 +121,7 @@ def _loop_rows(block: Block, nest: Nest) -> np.ndarray:
     if not inner:
         return out
     tiles: dict[int, Any] = {}
-    touched = [footprint(a, tiles) for a in nest.rank]
+    touched = [footprint(a, region(a, tiles)) for a in nest.rank]
     points = 1.0
     extents, kinds, sizes = [], np.zeros((len(inner), 5)), []
     for k, i in enumerate(inner):
@@ -133,7 +131,7 @@ def _loop_rows(block: Block, nest: Nest) -> np.ndarray:
         points *= extent
         for n, access in enumerate(nest.rank):
             if any(i in form for form in access.index):
-                touched[n] = footprint(access, tiles)
+                touched[n] = footprint(access, region(access, tiles))
         extents.append(extent)
         kinds[k, min(loop.kind, 4)] = 1.0
         sizes.append((points, sum(touched)))

@@ -9,6 +9,7 @@ import numpy as np
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.nest import Env
 from pretune.features.program import read_program
+from pretune.features.schema import SUMMARY
 
 if TYPE_CHECKING:
     from pretune.hardware import Hardware
@@ -79,19 +80,27 @@ class SpaceScorer:
         features : numpy.ndarray
             float32 ``[n, embedding + summary]``: the ranker's embedding, and the summary of the actions.
         """
+        n = len(rows)
+        score = np.empty(n, np.float32)
+        features = np.empty((n, self.model.weights.config.sizes["embedding"] + len(SUMMARY)), np.float32)
         # Sorted, neighbours share their first decisions, and with them the first part of the rollout.
-        order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(len(rows))
-        chunk = min(CHUNK, max(MIN_CHUNK, -(-len(rows) // self.model.num_threads)))
-        parts = self.model.map(self._chunk, [rows[order[i : i + chunk]] for i in range(0, len(rows), chunk)])
-        score = np.empty(len(rows), np.float32)
-        features = np.empty((len(rows), parts[0][1].shape[1]), np.float32)
-        score[order] = np.concatenate([p[0] for p in parts])
-        features[order] = np.concatenate([p[1] for p in parts])
+        order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(n)
+        threads = self.model.num_threads
+        rounds = -(-n // (CHUNK * threads))
+        chunk = max(MIN_CHUNK, -(-n // (rounds * threads)))  # as many chunks for each thread
+
+        def fill(which: np.ndarray) -> None:
+            score[which], embedding, summary = self._chunk(rows[which])
+            features[which, : embedding.shape[1]] = embedding
+            features[which, embedding.shape[1] :] = summary
+
+        self.model.map(fill, [order[i : i + chunk] for i in range(0, n, chunk)])
         return score, features
 
-    def _chunk(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _chunk(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Score, embedding and summary of sorted candidates."""
         n = len(rows)
-        env = Env(self.space.decisions(rows), n)
+        env = Env(self.space.decisions(rows), n, rows)
         z = self.z0[None]
         group = np.zeros(n, dtype=np.int64)  # which row of z each candidate has
         known: frozenset[int] = frozenset()
@@ -116,7 +125,7 @@ class SpaceScorer:
         zT = z if len(z) == n and group[-1] == n - 1 else z[group]
         summary = self.encoder.summarise(env)
         score, embedding = self.model.rank(zT, summary, self.hardware)
-        return score, np.concatenate([embedding, summary], axis=1)
+        return score, embedding, summary
 
     def _action(self, i: int, rows: np.ndarray, env: Env, leaders: np.ndarray) -> np.ndarray:
         if i in self._static:
@@ -125,6 +134,9 @@ class SpaceScorer:
             slot, table = self._tables[i]
             return table[rows[leaders, slot]]
         step = self.steps[i]
+        few, which = env.distinct(step.slots)
+        if which is not None:
+            return self.model.action(step.type_id, step.features(few))[which[leaders]]
         features = step.features(env)
         return self.model.action(step.type_id, features if len(leaders) == len(rows) else features[leaders])
 

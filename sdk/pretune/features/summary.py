@@ -1,0 +1,365 @@
+"""Loop nests as numbers: the features `schema.NEST`, for many candidates at once.
+
+A nest is walked from its innermost loop outwards. The points iterated and the bytes touched only grow on the
+way, so that whatever holds up to some loop (a tile that fits a cache, lanes that are consecutive, a body that
+is unrolled) is a number of loops, counted from inside, and its size is looked up by that number. The
+working-set model behind the traffic features is the classic one of tile footprints against capacity (Wolf and
+Lam, "A data locality optimizing algorithm", PLDI 1991).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pretune.features.nest import Env, Nest, Value, footprint, log2, span
+from pretune.features.program import Access, Linear
+from pretune.features.schema import CAPACITIES, NEST
+
+_N = {name: i for i, name in enumerate(NEST)}
+_TILES = slice(_N["tile_0"], _N["tile_0"] + 2 * len(CAPACITIES), 2)
+_TRAFFIC = slice(_N["traffic_0"], _N["traffic_0"] + 2 * len(CAPACITIES), 2)
+
+
+class Shape:
+    """What the sizes of a nest depend on, whatever else hangs under its loops.
+
+    Attributes
+    ----------
+    levels : list of (int, Component)
+        Components of the loops with the position of their loop, innermost first.
+    rank, others : list of Access
+        Accesses that features describe, and the rest.
+    """
+
+    def __init__(self, nest: Nest) -> None:
+        self.levels = [(at, c) for at, loop in enumerate(nest.loops) for c in loop.components][::-1]
+        self.rank = nest.rank
+        self.others = [a for a in nest.accesses if a not in nest.rank]
+        self.axes, self.cost = nest.axes, nest.cost
+        # Accesses often share dimensions: each is followed once.
+        self.dims: list[tuple[int, Linear]] = []
+        self.dims_of: list[list[int]] = []
+        for access in self.rank:
+            dims = list(zip(access.buffer.shape, access.index, strict=True))
+            self.dims += [dim for i, dim in enumerate(dims) if dim not in self.dims + dims[:i]]
+            self.dims_of.append([self.dims.index(dim) for dim in dims])
+
+
+class Walk:
+    """The loops of a shape for ``n`` candidates, without those that are one iteration for all of them.
+
+    Attributes
+    ----------
+    levels : list of (int, Component)
+        The ``L`` loops, innermost first.
+    steps : list of Value
+        For each, by how much its axis moves from one iteration to the next.
+    extents : numpy.ndarray
+        float32 ``[L + 1, n]``, zero in the last row: no loop.
+    open : numpy.ndarray
+        bool ``[L, n]``, where the extent is not 1.
+    points, bytes : numpy.ndarray
+        float32 ``[L + 1, n]``: of the loops within each level, and of the whole nest.
+    accumulators : numpy.ndarray
+        float32 ``[n]``, points of the loops within the innermost reduction.
+    rows : numpy.ndarray
+        float32 ``[len(NEST), n]``: all features but those of `summarise` and `unroll`.
+    """
+
+    def __init__(self, shape: Shape, env: Env) -> None:
+        every = [env.get(component.extent) for _position, component in shape.levels]
+        kept = [i for i, extent in enumerate(every) if isinstance(extent, np.ndarray) or extent != 1.0]
+        extents = [every[i] for i in kept]
+        self.levels = [shape.levels[i] for i in kept]
+        self.steps: list[Value] = []
+        self.extents = np.zeros((len(kept) + 1, env.n), dtype=np.float32)
+        self.points = np.ones_like(self.extents)
+        self.bytes = np.empty_like(self.extents)
+        for i, extent in enumerate(extents):
+            self.extents[i] = extent
+            np.multiply(self.points[i], extent, out=self.points[i + 1])
+        self.open = self.extents[:-1] > 1.0
+        self._follow_accesses(shape, extents)
+        self.rows = self._rows(shape, env)
+
+    def _follow_accesses(self, shape: Shape, extents: list[Value]) -> None:
+        tiles: dict[int, Value] = {}
+        spans: list[Value] = [span(size, form, tiles) for size, form in shape.dims]
+
+        def touched_by(k: int) -> Value:
+            return footprint(shape.rank[k], [spans[d] for d in shape.dims_of[k]])
+
+        touched = [touched_by(k) for k in range(len(shape.rank))]
+        self.bytes[0] = sum(touched)
+        for i, ((_position, component), extent) in enumerate(zip(self.levels, extents, strict=True)):
+            axis = component.axis
+            self.steps.append(tiles.get(axis, 1.0))
+            if axis >= 0:
+                tiles[axis] = self.steps[-1] * extent
+            moved = {d for d, (_size, form) in enumerate(shape.dims) if axis in form}
+            for d in moved:
+                spans[d] = span(*shape.dims[d], tiles)
+            for k, dims in enumerate(shape.dims_of):
+                if not moved.isdisjoint(dims):
+                    touched[k] = touched_by(k)
+            self.bytes[i + 1] = sum(touched) if moved else self.bytes[i]
+
+    def _rows(self, shape: Shape, env: Env) -> np.ndarray:
+        points, found = self.points, np.zeros(self.points.shape, dtype=np.uint8)  # loops met so far
+        stage = found.copy()  # 0 before the first reduction, 1 within its run of loops, 2 after
+        for i, ((_position, component), big) in enumerate(zip(self.levels, self.open, strict=True)):
+            np.add(found[i], big, out=found[i + 1])
+            stage[i + 1] = np.maximum(stage[i], big) if component.is_reduce else stage[i] + (stage[i] & big)
+
+        rows = np.zeros((len(NEST), env.n), dtype=np.float32)
+        rows[_N["points"]] = log2(points[-1])
+        rows[_N["work"]] = log2(points[-1] * shape.cost)
+        fitting = np.stack([count(self.bytes[1:] <= capacity) for capacity in CAPACITIES])
+        tile = pick(points, fitting)
+        rows[_TILES] = log2(tile)
+        rows[_TRAFFIC] = np.log2(np.maximum(pick(self.bytes, fitting) / tile, 2.0**-12)) * 0.125
+
+        within = count(stage[1:] == 0)
+        self.accumulators = pick(points, within)
+        rows[_N["accumulators"]] = log2(self.accumulators)
+        item = shape.rank[0].buffer.itemsize if shape.rank else 4.0
+        rows[_N["accumulator_bytes"]] = log2(self.accumulators * item)
+        rows[_N["register_traffic"]] = np.log2(pick(self.bytes, within) / self.accumulators) * 0.125
+        rows[_N["inner_reduction"]] = log2(pick(points, count(stage[1:] <= 1)) / self.accumulators)
+
+        rows[_N["loops"]] = found[-1] * np.float32(0.0625)
+        before = [count(found[1:] <= k) for k in range(3)]  # loops before the k-th that is met
+        for k in range(3):
+            rows[_N[f"inner_{k}"]] = log2(pick(self.extents, before[k]))
+        for k, access in enumerate(shape.rank):
+            strides = [abs(_stride(access, c.axis)) for _position, c in self.levels]
+            stride = np.array([*strides, -1.0], dtype=np.float32)[before[0]]
+            rows[_N[f"inner_stride_{k}"]] = log2(stride + 1.0)
+            rows[_N[f"inner_broadcast_{k}"]] = stride == 0
+            rows[_N[f"inner_contiguous_{k}"]] = stride == 1
+        is_reduce = [c.is_reduce for _position, c in self.levels]
+        rows[_N["last_reduce"]] = np.array([*is_reduce, False], dtype=np.float32)[before[0]]
+
+        full: Value = 1.0
+        for extent, _is_reduce in shape.axes:
+            full = full * env.get(extent)
+        rows[_N["redundancy"]] = np.log2(np.maximum(points[-1] / np.maximum(full, 1.0), 2.0**-8)) * 0.125
+        return rows
+
+
+def _stride(access: Access, axis: int) -> float:
+    return sum(s * form.get(axis, 0.0) for s, form in zip(access.buffer.strides, access.index, strict=True))
+
+
+def count(holds: np.ndarray) -> np.ndarray:
+    """In how many rows each column of a bool array ``[L, n]`` holds: uint8 ``[n]``."""
+    return np.add.reduce(holds.view(np.uint8), axis=0, dtype=np.uint8)
+
+
+def pick(table: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """For each candidate, its value in the given row of a table ``[rows, n]``; `row` is ``[..., n]``."""
+    n = table.shape[1]
+    return table.ravel().take(row.astype(np.intp) * n + np.arange(n))
+
+
+@dataclass
+class Summary:
+    """A nest's features, and what `unroll` needs besides.
+
+    Attributes
+    ----------
+    features : numpy.ndarray
+        float32 ``[n, len(schema.NEST)]``; the columns of `unroll` are zero.
+    points : numpy.ndarray
+        As `Walk.points`.
+    vector, accumulators : numpy.ndarray
+        float32 ``[n]``
+    """
+
+    features: np.ndarray
+    points: np.ndarray
+    vector: np.ndarray
+    accumulators: np.ndarray
+
+    def take(self, which: np.ndarray) -> Summary:
+        """Of other candidates, by the number of the one here that they agree with."""
+        return Summary(
+            self.features[which], self.points[:, which], self.vector[which], self.accumulators[which]
+        )
+
+
+def summarise(
+    nest: Nest, env: Env, *, cores: int = 1, parallel_limit: float = 0.0, vector_limit: float = 64.0,
+    parallel: float | None = None,
+) -> Summary:  # fmt: skip
+    """Summary of a nest for each candidate.
+
+    Parameters
+    ----------
+    nest : Nest
+    env : Env
+        Decisions of ``n`` candidates.
+    cores : int
+        Cores of the target.
+    parallel_limit : float
+        Product of outer loops past which the postprocessor fuses no more into the parallel loop; 0 for none.
+    vector_limit : float
+        Largest product of innermost loops that it vectorises.
+    parallel : float, optional
+        Extent of the parallel loop where it is known, as in a scheduled program.
+    """
+    walk = env.walks.get(nest.shape)
+    if walk is None:
+        walk = env.walks[nest.shape] = Walk(nest.shape, env)
+    points, rows = walk.points, walk.rows.copy()
+    cuts = [env.get(cut) for cut in nest.all_cuts()]
+
+    depth, lengths = _vector(nest, walk, cuts, vector_limit)
+    vector = pick(points, depth)
+    rows[_N["vector"]] = log2_vector = log2(vector)
+    for name, lanes in (("16", 16.0), ("8", 8.0)):
+        fill = vector / (np.ceil(vector / lanes) * lanes)
+        rows[_N[f"vector_fill_{name}"]] = fill
+        rows[_N[f"vector_x{name}"]] = fill == 1.0
+    rows[_N["scalar"]] = vector == 1.0
+    # Schedules with 24, 40 or 48 lanes measured 2 to 4 times slower, on average, than with 16, 32 or 64.
+    exponent = log2_vector * 8.0
+    rows[_N["vector_power_of_2"]] = exponent == np.floor(exponent)
+    rows[_N["vectors"]] = log2(walk.accumulators / vector)
+    for k, length in enumerate(lengths):
+        size = pick(points, length)
+        rows[_N[f"vector_run_{k}"]] = log2(size)
+        rows[_N[f"vector_whole_{k}"]] = size == vector
+
+    fused: Value = 1.0 if parallel is None else parallel
+    if parallel is None and parallel_limit > 0:
+        fused = _fused(nest, env, cuts, parallel_limit)
+    rows[_N["parallel"]] = log2(fused)
+    rows[_N["imbalance"]] = np.ceil(fused / cores) * cores / fused - 1.0
+    rows[_N["grain"]] = log2(points[-1] / fused)
+    if nest.inlined is not None:
+        rows[_N["inlined"]] = env.get(nest.inlined)
+    if nest.at_root is not None:
+        rows[_N["at_root"]] = env.get(nest.at_root)
+    return Summary(np.ascontiguousarray(rows.T), points, vector, walk.accumulators)
+
+
+def unroll(summary: Summary, limit: Value) -> np.ndarray:
+    """A summary's features with what UnrollLoop will make of the nest.
+
+    It unrolls from inside, as long as the body then holds no more than `limit` stores (TVM's
+    ``pragma_auto_unroll_max_step``). A loop that became lanes of a vector is no loop any more. Where
+    everything within the innermost reduction is unrolled, LLVM can keep the accumulators in registers.
+
+    Parameters
+    ----------
+    summary : Summary
+    limit : float or numpy.ndarray
+        ``[n]`` where it depends on a decision.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 ``[n, len(schema.NEST)]``
+    """
+    out, points, vector = summary.features.copy(), summary.points, summary.vector
+    out[:, _N["unrolled"]] = log2(pick(points, count(points[1:] <= limit * vector)) / vector)
+    out[:, _N["in_registers"]] = summary.accumulators <= np.maximum(limit, 1.0) * vector
+    return out
+
+
+class _Lanes:
+    """One access across the loops that may become a vector, innermost first.
+
+    RewriteParallelVectorizeUnroll fuses inner loops into a vector as long as no access forbids it: the first
+    loop that an access depends on must have stride 1, unless it is the innermost, and each further one must
+    go on where the last ended. Loops that it does not depend on are always welcome: an access may still be no
+    ramp over the whole vector, and LLVM then gathers it lane by lane.
+    """
+
+    def __init__(self, access: Access, n: int) -> None:
+        self._access = access
+        self._next: Value = 1.0  # stride that goes on where the loops so far end; 1 before the first
+        self._run = np.ones(n, dtype=bool)  # whether the lanes so far are consecutive elements
+        self._same = np.ones(n, dtype=bool)  # whether they are one element
+        self.length = np.zeros(n, dtype=np.uint8)  # levels over which they are either
+
+    def join(self, axis: int, step: Value, extent: np.ndarray, points: np.ndarray, innermost: bool) -> Value:
+        """Let a loop join those within it, which have `points`; True where the access allows it."""
+        single = extent == 1.0
+        stride = self._stride(axis, step)
+        if stride is None:
+            self._run = self._run & single
+            return True
+        allowed = (stride == self._next) | single
+        if innermost:
+            allowed = allowed | self._same  # it is the first that the access depends on
+        self._run = self._run & ((stride == points) | single)
+        self._same = self._same & single
+        self._next = np.where(single, self._next, stride * extent)
+        return allowed
+
+    def grow(self, joined: np.ndarray) -> None:
+        """Count a level, where it joined the vector."""
+        self.length += joined & (self._run | self._same)
+
+    def _stride(self, axis: int, step: Value) -> Value | None:
+        """Elements from one iteration to the next, as the postprocessor sees them: along one dimension."""
+        strides = self._access.buffer.strides
+        for size, form in zip(reversed(strides), reversed(self._access.index), strict=True):
+            if c := form.get(axis, 0.0):
+                return abs(c) * size * step
+        return None
+
+
+def _vector(
+    nest: Nest, walk: Walk, cuts: Sequence[Value], limit: float
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Levels that become the vector: uint8 ``[n]``; and for each ranked access `_Lanes.length`."""
+    n = walk.points.shape[1]
+    last = len(nest.loops) - 1
+    ranked = [_Lanes(a, n) for a in nest.shape.rank]
+    lanes = ranked + [_Lanes(a, n) for a in nest.shape.others]
+    depth, goes_on = np.zeros(n, dtype=np.uint8), np.ones(n, dtype=bool)
+    # No vector across a loop whose body holds another block too.
+    cut: Value = -1.0
+    for one in cuts:
+        cut = np.maximum(cut, np.where(one < last, one, -1.0))
+    for i, (position, component) in enumerate(walk.levels):
+        if cuts:
+            goes_on &= position > cut
+        if component.is_reduce:
+            goes_on &= ~walk.open[i]
+        else:
+            goes_on &= walk.points[i + 1] <= limit
+            for one in lanes:
+                goes_on &= one.join(
+                    component.axis, walk.steps[i], walk.extents[i], walk.points[i], position == last
+                )
+        if not goes_on.any():
+            break
+        depth += goes_on
+        for one in ranked:
+            one.grow(goes_on)
+    return depth, [one.length for one in ranked]
+
+
+def _fused(nest: Nest, env: Env, cuts: Sequence[Value], limit: float) -> Value:
+    """Extent of the parallel loop: RewriteParallelVectorizeUnroll fuses outer loops up to the limit."""
+    fused = np.ones(env.n, dtype=np.float32)
+    goes_on = np.ones(env.n, dtype=bool)
+    for position, component in reversed(nest.shape.levels):
+        extent = env.get(component.extent)
+        if component.is_reduce:
+            goes_on &= extent <= 1.0
+            continue
+        fused *= np.where(goes_on, extent, np.float32(1.0))
+        goes_on &= fused <= limit
+        for cut in cuts:
+            goes_on &= cut != position
+        if not goes_on.any():
+            break
+    return fused
