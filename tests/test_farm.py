@@ -76,10 +76,7 @@ def test_outputs_are_compared(pool: FarmPool) -> None:
 
 
 def test_the_command_line_tunes_on_a_farm(two: LoopbackFarm, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(farm_module, "TOLERANCE", math.inf)
-    monkeypatch.setattr(FarmPool.__init__, "__kwdefaults__", {
-        **(FarmPool.__init__.__kwdefaults__ or {}), "tolerance": math.inf
-    })  # fmt: skip
+    monkeypatch.setitem(FarmPool.__init__.__kwdefaults__, "tolerance", math.inf)
     where = ["--rpc-tracker", str(two.address), "--rpc-key", two.address.key]
     command = ["tune", "--demo", "--trials", "3", "--op", "*dense*", "--out", str(tmp_path / "out"), "--json"]
     result = CliRunner().invoke(main, [*command, "-q", *where])
@@ -90,7 +87,7 @@ def test_the_command_line_tunes_on_a_farm(two: LoopbackFarm, tmp_path, monkeypat
 
 
 def test_every_trial_is_measured_once_whatever_happens_to_servers() -> None:
-    mods = [tiled(16 * n) if n % 2 else matmul(n) for n in range(1, 61)]
+    mods = [tiled(n) if n % 2 else matmul(n) for n in range(32, 92)]
     seen: Counter[int] = Counter()
     notices: list[str] = []
     with (
@@ -172,15 +169,15 @@ def test_a_device_with_wild_timings_is_set_aside() -> None:
 
 def test_devices_that_differ_are_set_aside(pool: FarmPool, monkeypatch: pytest.MonkeyPatch) -> None:
     notices: list[str] = []
-    monkeypatch.setattr(pool, "_notify", notices.append)
+    monkeypatch.setattr(pool._fleet, "_notify", notices.append)
     pool.calibrate()
-    assert len(pool._idle()) == 2
-    fast, slow = (one for one in pool._idle())
+    assert len(pool._fleet.idle(40.0)) == 2
+    fast, slow = (one for one in pool._fleet.idle(40.0))
     assert fast.device is not None and slow.device is not None
     fast.device.speed, slow.device.speed = 1e-3, 1.3e-3
-    monkeypatch.setattr(pool, "_tolerance", 0.1)
-    pool._compare([fast, slow])
-    assert pool._idle() == [fast] and not slow.alive
+    monkeypatch.setattr(pool._fleet, "_tolerance", 0.1)
+    pool._fleet._compare([fast, slow])
+    assert pool._fleet.idle(40.0) == [fast] and not slow.alive
     what = f"device {slow.device.address} is set aside: it takes 1.30 times as long as the others"
     assert notices == [f"{what}; looked at again in 2 s"]
 

@@ -19,7 +19,7 @@ from pretune.measure import RPCAddress
 from pretune.measure.tracker import Tracker
 
 HOST, KEY = "127.0.0.1", "loopback"
-START_S = 120.0
+START_S, POLL_S = 120.0, 0.5
 
 
 class LoopbackFarm:
@@ -99,14 +99,12 @@ class LoopbackFarm:
 
     def wait(self, count: int) -> None:
         """Wait until so many servers are registered."""
-        end = time.monotonic() + START_S
-        while True:
+        for _ in range(int(START_S / POLL_S)):
             with contextlib.suppress(MeasureError):
                 if len(Tracker(self.address).summary()[1]) >= count:
                     return
-            if time.monotonic() > end:
-                raise MeasureError(f"{count} RPC servers on {HOST} have not started in {START_S:.0f} s")
-            time.sleep(0.5)
+            time.sleep(POLL_S)
+        raise MeasureError(f"{count} RPC servers on {HOST} have not started in {START_S:.0f} s")
 
     def _spawn(self, module: str, port: int, *options: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([self._folder.name, *sys.path])

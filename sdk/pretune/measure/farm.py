@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import statistics
 import tempfile
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -22,9 +17,10 @@ from pretune import env
 from pretune.errors import EnvironmentFaultError, MeasureError, one_line
 from pretune.measure import remote, worker
 from pretune.measure.base import MAX_WORKERS, SLOW_FACTOR, OnResult, Pool, timed
-from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess, kill_all, wait_any
+from pretune.measure.fleet import STALL_S, TOLERANCE, WAIT_S, Device, Fleet, Session, Trial
+from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess
 from pretune.measure.result import ErrorKind, Measured
-from pretune.measure.tracker import RPCAddress, Tracker
+from pretune.measure.tracker import RPCAddress
 from pretune.messages import notice
 
 if TYPE_CHECKING:
@@ -32,105 +28,11 @@ if TYPE_CHECKING:
 
 GUARD = Path(__file__).parent / "guard.cc"
 
-TOLERANCE = 0.10
-"""A device whose calibration kernel takes a different time than the others' by more than this fraction is
-set aside, and so is one on which it varies by more than three times as much."""
-
-WAIT_S = 300.0
-"""How long there may be no device at all before a run ends, in seconds."""
-
-MAX_DEVICES = 32
-"""Sessions at once; each has a process here."""
-
-SESSION_S = 300
-"""Sessions end after this long, so that devices are shared, and free again when this machine has vanished."""
-
-OPEN_S = 20.0
-"""Seconds that a device may take to open a session, and to calibrate."""
-
-STALL_S = 10.0
-"""A device ends a candidate at its deadline by itself; so many seconds later, it is taken as stalled."""
-
 MAX_KILLS, MAX_LOST = 2, 3
 """A candidate is at fault once it has ended so many sessions of servers that lived on, or so many in all."""
 
-POLL_S = 0.5
-LONGEST_ABSENCE_S = 60.0
-"""A device that fails again and again is left alone for this long, in seconds."""
-_MAX_START_FAILURES = 3
-
 Request = Callable[[Job], worker.Time | worker.Outputs]
 Finish = Callable[[Job, Measured, Answer], None]
-
-
-@dataclass
-class Device:
-    """What is known about a device.
-
-    Attributes
-    ----------
-    address : str
-        ``HOST:PORT`` of its RPC server.
-    speed : float
-        Seconds of the calibration kernel, the fastest call; NaN while unknown.
-    trials : int
-        Candidates it has run.
-    failures : int
-        Sessions lost in a row.
-    away_until : float
-        Not used before, by `time.monotonic`.
-    """
-
-    address: str
-    speed: float = math.nan
-    trials: int = 0
-    failures: int = 0
-    away_until: float = 0.0
-
-
-@dataclass
-class Trial:
-    """A candidate on its way through the farm.
-
-    Attributes
-    ----------
-    path : Path
-        Its library, once it is built.
-    seconds : float
-        Its deadline where it runs now.
-    lost_on : list of str
-        Addresses of the devices whose sessions ended while it ran.
-    kills : int
-        How many of these had a server that lived on.
-    """
-
-    job: Job
-    path: Path
-    signature: worker.Signature = ()
-    build_s: float = 0.0
-    seconds: float = 0.0
-    lost_on: list[str] = field(default_factory=list)
-    kills: int = 0
-
-
-class Session(WorkerProcess):
-    """The process of a session with a device.
-
-    Attributes
-    ----------
-    device : Device or None
-        None until there is one for it.
-    stage : str
-        What it does, or has done last.
-    began : float
-        When the session was opened, by `time.monotonic`.
-    """
-
-    def __init__(self, target: str, num_threads: int) -> None:
-        super().__init__(target, num_threads, remote.__name__)
-        self.device: Device | None = None
-        self.stage: Literal["start", "open", "calibrate", "ready"] = "start"
-        self.began = 0.0
 
 
 class FarmPool(Pool):
@@ -193,26 +95,26 @@ class FarmPool(Pool):
         self.size = workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         self.num_threads = num_threads or env.num_threads() or int(attrs.get("num-cores", 0)) or 1
         self.build_timeout, self.run_timeout = build_timeout, run_timeout
-        self.devices: dict[str, Device] = {}
-        self._batch, self._tolerance, self._wait, self._notify = batch, tolerance, wait, notify
-        self._target = str(tvm.ir.save_json(made))
-        self._tracker = Tracker(address)
-        self._look_for_servers()
+        self._batch, self._target = batch, str(tvm.ir.save_json(made))
         self._folder = tempfile.TemporaryDirectory(prefix="pretune-farm-")
-        self._guard = _link_guard(Path(self._folder.name))
-        self._kernel: Trial | None = None
-        self._processes: list[WorkerProcess] = []
-        self._doing: dict[WorkerProcess, Trial] = {}
-        self._speed = math.nan  # `Device.speed` that is usual here
-        self._compared = False
-        self._start_failures = 0
-        self._next_poll = self._last_seen = 0.0
-        self._waiting = False
-        self._finalizer = weakref.finalize(self, kill_all, self._processes, os.getpid())
+        self._fleet = Fleet(
+            self._target,
+            self.num_threads,
+            address,
+            guard=_link_guard(Path(self._folder.name)),
+            tolerance=tolerance,
+            wait=wait,
+            notify=notify,
+        )
+
+    @property
+    def devices(self) -> dict[str, Device]:
+        """The devices that were ever met, by address."""
+        return self._fleet.devices
 
     def close(self) -> None:
         """End all sessions and workers."""
-        self._stop()
+        self._fleet.stop()
         self._folder.cleanup()
 
     # What the pool is for
@@ -252,7 +154,7 @@ class FarmPool(Pool):
             self._prepare()
             failed = self._build(trials)
             while todo := [t for t in trials if t.job.index not in failed and t.job.index not in turns]:
-                turns |= self._take_turns(self._ready(), todo, rounds, failed)
+                turns |= self._take_turns(self._fleet.ready(self._longest())[0], todo, rounds, failed)
         for trial in trials:
             trial.path.unlink(missing_ok=True)
         return [failed.get(trial.job.index) or turns[trial.job.index] for trial in trials]
@@ -260,11 +162,7 @@ class FarmPool(Pool):
     def calibrate(self) -> float:
         with self._stop_on_error():
             self._prepare()
-            for session in [self._ready(), *self._idle()[1:]]:
-                self._calibrate(session)
-            self._compared = False
-            self._ready()
-            return self._speed
+            return self._fleet.calibrate(self._longest())
 
     def _outputs(
         self, job: Job, seed: int, signed: bool, want: tuple[int, ...]
@@ -294,13 +192,13 @@ class FarmPool(Pool):
             self._prepare()
             while left:
                 self._feed(to_build, self._batch - len(ready))
-                for session in self._idle():
+                for session in self._fleet.idle(self._longest()):
                     if trial := self._pick(ready, session):
                         ready.remove(trial)
                         if not self._start(session, trial, request(trial.job)):
                             ready.appendleft(trial)
-                for one, answer in self._answers(left):
-                    trial = self._doing.pop(one)
+                for one, answer in self._fleet.answers(left):
+                    trial = self._fleet.doing.pop(one)
                     if isinstance(one, Session):
                         result = self._judge(one, trial, answer)
                         put = ready.appendleft
@@ -317,26 +215,26 @@ class FarmPool(Pool):
     def _build(self, trials: Sequence[Trial]) -> dict[int, Measured]:
         """Build candidates only; those that fail, by `Job.index`."""
         queue, failed = deque(trials), dict[int, Measured]()
-        while queue or self._doing:
+        while queue or self._fleet.doing:
             self._feed(queue, len(trials))
-            for one, answer in self._answers(0):
-                trial = self._doing.pop(one)
+            for one, answer in self._fleet.answers(0):
+                trial = self._fleet.doing.pop(one)
                 if (result := self._was_built(trial, answer)) is not None:
                     failed[trial.job.index] = result
         return failed
 
     def _feed(self, queue: deque[Trial], room: int) -> None:
         """Have idle workers build what is in a queue, `room` of it at once."""
-        builders = [one for one in self._processes if not isinstance(one, Session)]
-        building = sum(one in self._doing for one in builders)
+        builders = [one for one in self._fleet.processes if not isinstance(one, Session)]
+        building = sum(one in self._fleet.doing for one in builders)
         while len(builders) < min(self.size, building + len(queue)):
             builders.append(WorkerProcess(self._target, 1))
-            self._processes.append(builders[-1])
+            self._fleet.processes.append(builders[-1])
         for one in builders:
             if queue and building < room and not one.busy:
                 trial = queue.popleft()
                 build = worker.Export(trial.job.index, trial.job.text, str(trial.path))
-                if self._send(one, trial, build, self.build_timeout):
+                if self._fleet.send(one, trial, build, self.build_timeout):
                     building += 1
                 else:
                     queue.appendleft(trial)
@@ -345,7 +243,7 @@ class FarmPool(Pool):
         """The next candidate for a device: not one that it was lost on, while there are other devices."""
         assert session.device is not None
         here = session.device.address
-        alone = sum(one.device is not None for one in self._sessions()) == 1
+        alone = sum(one.device is not None for one in self._fleet.sessions()) == 1
         return next((trial for trial in ready if alone or here not in trial.lost_on), None)
 
     def _start(
@@ -353,15 +251,7 @@ class FarmPool(Pool):
     ) -> bool:
         trial.seconds = self.run_timeout
         message = remote.OnDevice(str(trial.path), trial.signature, trial.seconds, request)
-        return self._send(session, trial, message, trial.seconds + STALL_S)
-
-    def _send(self, one: WorkerProcess, trial: Trial, message: worker.Request, seconds: float) -> bool:
-        """Have a process work on a candidate; False if it was dead."""
-        if not one.send(message, seconds):
-            self._end(one)
-            return False
-        self._doing[one] = trial
-        return True
+        return self._fleet.send(session, trial, message, self._longest())
 
     def _was_built(self, trial: Trial, answer: Answer) -> Measured | None:
         """None if it was; else how it failed."""
@@ -381,21 +271,27 @@ class FarmPool(Pool):
             device.failures = 0
             device.trials += 1
             return msgspec.structs.replace(timed(answer, trial.build_s), device=device.address)
-        if isinstance(answer, Died) and answer.seconds >= trial.seconds:  # its device ended it
-            late = Late(answer.seconds, f"took longer than {trial.seconds:g} s")
-            return msgspec.structs.replace(timed(late, trial.build_s), device=device.address)
         trial.lost_on.append(device.address)
+        error = answer.error
         if isinstance(answer, Late):
-            self._leave(device, f"has not answered for {answer.seconds:.0f} s")
-        elif self._is_connected(device):
+            self._fleet.leave(device, f"has not answered for {answer.seconds:.0f} s")
+        elif (
+            answer.seconds >= trial.seconds
+        ):  # It kept the deadline; or was stalled until after it, and is back.
             trial.kills += 1
-            self._leave(device, f"lost its session ({answer.error})")
+            answer = Late(answer.seconds, f"took longer than {trial.seconds:g} s")
+        elif self._fleet.is_connected(device):
+            trial.kills += 1
+            self._fleet.leave(device, f"lost its session ({error})")
         else:
-            self._leave(device, "is gone")
+            self._fleet.leave(device, "is gone")
         if trial.kills < MAX_KILLS and len(trial.lost_on) < MAX_LOST:
             return None
-        error = f"ended {len(trial.lost_on)} sessions; the last, on {device.address}: {answer.error}"
-        return msgspec.structs.replace(timed(answer, trial.build_s), device=device.address, error=error)
+        if isinstance(answer, Died):
+            answer = Died(
+                answer.seconds, f"ended {len(trial.lost_on)} sessions; on {device.address}: {error}"
+            )
+        return msgspec.structs.replace(timed(answer, trial.build_s), device=device.address)
 
     def _take_turns(
         self, session: Session, trials: Sequence[Trial], rounds: int, failed: dict[int, Measured]
@@ -412,7 +308,7 @@ class FarmPool(Pool):
                     continue
                 if not self._start(session, trial, worker.Repeat(index, numbers[index])):
                     return {}
-                answer = self._wait_for(session)
+                answer = self._fleet.wait_for(session)
                 if isinstance(answer, worker.Done):
                     times[index].extend(answer.latencies)
                     numbers[index] = answer.number
@@ -422,7 +318,7 @@ class FarmPool(Pool):
                     failed[index] = result
                 if not session.alive:
                     return {}
-        self._end(session)  # with the candidates in its memory
+        self._fleet.end(session)  # with the candidates in its memory
         return {
             trial.job.index: Measured(
                 latencies=tuple(times[trial.job.index]),
@@ -434,208 +330,19 @@ class FarmPool(Pool):
             if trial.job.index not in failed
         }
 
-    # Devices
-
-    def _sessions(self) -> list[Session]:
-        return [one for one in self._processes if isinstance(one, Session)]
-
-    def _idle(self) -> list[Session]:
-        """Sessions that can take a candidate; none before their devices have been compared."""
-        sessions = self._sessions()
-        if not self._compared:
-            met = [one for one in sessions if one.stage == "ready"]
-            if not met or any(one.busy for one in sessions):
-                return []
-            self._compare(met)
-        idle = []
-        for one in self._sessions():
-            if one.stage == "ready" and not one.busy:
-                if time.monotonic() - one.began + self.run_timeout + STALL_S > SESSION_S:
-                    self._end(one)
-                else:
-                    idle.append(one)
-        return idle
-
-    def _ready(self) -> Session:
-        """Wait for a device."""
-        while not (idle := self._idle()):
-            self._answers(MAX_DEVICES)
-        return idle[0]
-
-    def _wait_for(self, session: Session) -> Answer:
-        while True:
-            for one, answer in self._answers(0):
-                self._doing.pop(one)
-                if one is session:
-                    return answer
-
-    def _answers(self, wanted: int) -> list[tuple[WorkerProcess, Answer]]:
-        """Wait a moment for processes; what comes of candidates. Up to `wanted` devices are of use now."""
-        if wanted:
-            self._recruit(wanted)
-        if not any(one.busy for one in self._processes):
-            time.sleep(POLL_S)
-        answers: list[tuple[WorkerProcess, Answer]] = []
-        for one, answer in wait_any(self._processes):
-            starting, one.starting = one.starting, False
-            if isinstance(answer, Died | Late):
-                self._processes.remove(one)
-            if starting:
-                self._has_started(answer)
-            elif one in self._doing:
-                answers.append((one, answer))
-            elif isinstance(one, Session):
-                self._meet(one, answer)
-        return answers
-
-    def _has_started(self, answer: Answer) -> None:
-        self._start_failures = 0 if isinstance(answer, worker.Done) else self._start_failures + 1
-        if not isinstance(answer, worker.Done) and self._start_failures == _MAX_START_FAILURES:
-            raise MeasureError(f"measuring workers do not start: {answer.error}; run: pretune doctor")
-
-    def _recruit(self, wanted: int) -> None:
-        """Open sessions with servers that are free."""
-        now = time.monotonic()
-        sessions = self._sessions()
-        held = [one for one in sessions if one.device is not None]
-        if any(one.stage == "ready" for one in held):
-            self._last_seen, self._waiting = now, False
-        elif now - self._last_seen > self._wait:
-            address, key = self._tracker.address, self._tracker.address.key
-            raise MeasureError(
-                f"no device under the key {key} at {address} could be used for {self._wait:.0f} s; "
-                "what was measured is kept; "
-                f"see: python -m tvm.exec.query_rpc_tracker --host {address.host} --port {address.port}"
-            )
-        elif now - self._last_seen > OPEN_S and not self._waiting:
-            self._waiting = True
-            self._notify(f"waiting for a device, up to {self._wait:.0f} s")
-        lacking = min(wanted, MAX_DEVICES) - len(held)
-        if now < self._next_poll or lacking <= 0:
-            return
-        self._next_poll = now + POLL_S
-        with contextlib.suppress(MeasureError):  # The tracker may come back; devices in use do not need it.
-            free, _ = self._tracker.summary()
-            spare = [one for one in sessions if one.device is None]
-            for _ in range(min(free, lacking) - len(spare)):
-                self._processes.append(Session(self._target, self.num_threads))
-            for one in [one for one in spare if not one.busy][:free]:
-                self._open(one)
-
-    def _open(self, session: Session) -> None:
-        """Begin a session with whichever server the tracker gives."""
-        server = self._tracker.take()
-        if server is None:
-            return
-        device = self.devices.setdefault(server.address, Device(server.address))
-        if time.monotonic() < device.away_until:
-            return  # Nobody connects, so its server will be free again in some seconds.
-        session.device, session.stage, session.began = device, "open", time.monotonic()
-        message = remote.Open(server.host, server.port, server.matchkey, SESSION_S, str(self._guard))
-        if not session.send(message, OPEN_S):
-            self._end(session)
-
-    def _calibrate(self, session: Session) -> None:
-        assert self._kernel is not None
-        session.stage = "calibrate"
-        if not session.send(remote.CalibrateDevice(str(self._kernel.path), self._kernel.signature), OPEN_S):
-            self._end(session)
-
-    def _meet(self, session: Session, answer: Answer) -> None:
-        """Take the next step towards a session that can be used."""
-        device = session.device
-        assert device is not None
-        if isinstance(answer, Died | Late):
-            self._leave(device, f"fails to {session.stage} ({answer.error})")
-        elif isinstance(answer, worker.Failed):
-            self._end(session)
-            if session.stage == "open":
-                self._leave(device, f"opens no session ({answer.error})")
-            else:
-                self._set_aside(device, answer.error, math.inf)
-        elif session.stage == "open":
-            self._calibrate(session)
-        else:
-            session.stage = "ready"
-            device.speed = min(answer.latencies)
-            if statistics.median(answer.latencies) > (1 + 3 * self._tolerance) * device.speed:
-                self._end(session)
-                slowest = max(answer.latencies) / device.speed
-                self._set_aside(device, f"its timings vary wildly, by a factor of up to {slowest:.1f}")
-            elif self._compared:
-                self._compare_newcomer(session, device)
-
-    def _compare(self, sessions: Sequence[Session]) -> None:
-        """Compare devices that were just calibrated with each other."""
-        speeds = {one.device.address: one.device.speed for one in sessions if one.device}
-        usual = statistics.median_low(speeds.values())
-        change = usual / self._speed - 1
-        if abs(change) > self._tolerance:  # false for the first ones
-            self._notify(f"the farm's devices take {1 + change:.2f} times as long as before")
-        self._speed, self._compared = usual, True
-        self._reject(sessions, differing(speeds, usual, self._tolerance))
-
-    def _compare_newcomer(self, session: Session, device: Device) -> None:
-        others = [
-            one.device.speed for one in self._sessions()
-            if one.device and one.stage == "ready" and one is not session
-        ]  # fmt: skip
-        if others:
-            self._speed = statistics.median_low(others)
-        elif device.trials:  # It is back, and alone: slower, perhaps, but the same.
-            self._speed = device.speed
-        self._reject([session], differing({device.address: device.speed}, self._speed, self._tolerance))
-
-    def _reject(self, sessions: Sequence[Session], ratios: Mapping[str, float]) -> None:
-        for one in sessions:
-            if one.device and (ratio := ratios.get(one.device.address)):
-                self._end(one)
-                self._set_aside(one.device, f"it takes {ratio:.2f} times as long as the others")
-
-    def _set_aside(self, device: Device, why: str, seconds: float | None = None) -> None:
-        """Do not use a device that cannot be trusted, for a while or ever."""
-        device.failures += 1
-        seconds = seconds or min(2.0**device.failures, LONGEST_ABSENCE_S)
-        device.away_until = time.monotonic() + seconds
-        again = "" if math.isinf(seconds) else f"; looked at again in {seconds:.0f} s"
-        self._notify(f"device {device.address} is set aside: {why}{again}")
-
-    def _leave(self, device: Device, why: str) -> None:
-        """Try a device that was lost again, later if it happens again and again."""
-        device.failures += 1
-        if device.failures > 1:
-            device.away_until = time.monotonic() + min(2.0**device.failures, LONGEST_ABSENCE_S)
-        self._notify(f"device {device.address} {why}; candidates go to others meanwhile")
-
-    def _is_connected(self, device: Device) -> bool:
-        """Whether the server of a session that has just ended lives on."""
-        time.sleep(POLL_S)  # the tracker notices a moment later
-        with contextlib.suppress(MeasureError):
-            return device.address in self._tracker.summary()[1]
-        return False
-
-    # Processes
-
     def _prepare(self) -> None:
         """Build the calibration kernel, once."""
-        self._last_seen = time.monotonic()
-        if self._kernel is not None:
+        if self._fleet.kernel is not None:
             return
-        setup_kernel = self._trial(self._job(worker.calibration_kernel()))
-        if failed := self._build([setup_kernel]):
-            error = failed[setup_kernel.job.index].error
+        kernel = self._trial(self._job(worker.calibration_kernel()))
+        if failed := self._build([kernel]):
+            error = failed[kernel.job.index].error
             raise MeasureError(f"the calibration kernel does not build for the target: {error}")
-        self._kernel = setup_kernel
+        self._fleet.kernel = kernel
 
-    def _end(self, one: WorkerProcess) -> None:
-        """End a process; its server then takes another client."""
-        if one in self._processes:
-            self._processes.remove(one)
-        one.kill()
-
-    def _stop(self) -> None:
-        kill_all(self._processes, os.getpid())
-        self._doing.clear()
+    def _longest(self) -> float:
+        """Seconds until a device that runs a candidate has answered, or is given up."""
+        return self.run_timeout + STALL_S
 
     @contextlib.contextmanager
     def _stop_on_error(self) -> Iterator[None]:
@@ -643,24 +350,8 @@ class FarmPool(Pool):
         try:
             yield
         except BaseException:
-            self._stop()
+            self._fleet.stop()
             raise
-
-    def _look_for_servers(self) -> None:
-        address = self._tracker.address
-        _, servers = self._tracker.summary()
-        if not servers:
-            known = ", ".join(self._tracker.keys()) or "none"
-            raise MeasureError(
-                f"no server has the key {address.key} at the tracker {address} (keys there: {known}); run on "
-                f"each device: python -m tvm.exec.rpc_server --tracker {address} --key {address.key}"
-            )
-
-
-def differing(speeds: Mapping[str, float], usual: float, tolerance: float) -> dict[str, float]:
-    """How many times as long as usual the calibration kernel takes on those devices where that is unusual."""
-    ratios = {address: speed / usual for address, speed in speeds.items()}
-    return {address: ratio for address, ratio in ratios.items() if abs(ratio - 1) > tolerance}
 
 
 def _link_guard(folder: Path) -> Path:
