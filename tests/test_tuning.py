@@ -201,12 +201,14 @@ def test_a_whole_model_is_timed_and_not_built_again(weights, tmp_path):
     assert more.library is not None and more.library.stat().st_mtime_ns > built
 
 
-def test_a_library_key_is_that_of_its_parts(tmp_path):
+def test_a_library_key_is_that_of_its_parts(tmp_path, monkeypatch):
     program = load_program(DEMO, target=TARGET)
     key = library_key(program, TARGET, tmp_path)
     assert key == library_key(load_program(DEMO, target=TARGET), TARGET, tmp_path)
+    monkeypatch.setenv("PRETUNE_EXACT_MATH", "1")
+    exact = library_key(program, TARGET, tmp_path)
     (tmp_path / "database_tuning_record.json").write_text("[]")
-    assert key != library_key(program, TARGET, tmp_path)
+    assert len({key, exact, library_key(program, TARGET, tmp_path)}) == 3
 
 
 def test_a_model_that_cannot_be_timed(tmp_path):
