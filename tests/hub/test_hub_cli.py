@@ -160,6 +160,8 @@ def test_a_lock_file_edited_to_nonsense_can_be_written_anew(server, published):
             assert "pretune.lock: cannot be read" in said and "delete it and run: pretune hub lock" in said
         assert file.read_text() == text
     file.unlink()
+    said = run("lock", "--file", "absent/x.lock", status=5)[1]
+    assert said.startswith("error: cannot write absent/x.lock: No such file") and "--file" in said
     run("lock")
     assert run("pull", "--json", endpoint=server.url)[0]["pulled"][0]["revision"] == published
 
@@ -168,6 +170,9 @@ def test_verify(server, published, folder):
     shown, _ = run("verify", str(folder))
     assert "all files are as they should be" in shown
     flip(folder / "onnx" / "encoder.onnx")
+    (folder / "two\nlines.json").write_text("{}")
+    assert len(run("verify", str(folder), status=3)[1].splitlines()) == 2
+    (folder / "two\nlines.json").unlink()
     (folder / "model.safetensors").unlink()
     _, said = run("verify", str(folder), status=3)
     lines = said.splitlines()

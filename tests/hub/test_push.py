@@ -89,6 +89,13 @@ def test_worse_figures_are_refused_unless_allowed(server, writer, folder):
         push(writer, folder, REPO, tag="v1", allow_regression=True)
 
 
+@pytest.mark.parametrize("tag", ["", "two words", "..", "a..b", "-v1", "refs/x", "é"])
+def test_a_tag_that_is_no_name_is_refused_before_anything_is_sent(server, writer, folder, tag):
+    with pytest.raises(OptionError, match="not a plain name"):
+        push(writer, folder, REPO, tag=tag)
+    assert server.requests == []
+
+
 def test_somebody_else_has_pushed_meanwhile(server, writer, folder, weights):
     push(writer, folder, REPO)
     head = server.resolve(REPO, "main")

@@ -127,14 +127,15 @@ def verify(
 ) -> None:
     """Compare every file with its manifest; without arguments, of all weights on this machine."""
     from pretune.hub import show
+    from pretune.hub.integrity import Fault
 
     with to_stderr():
         found = {"checked": [_verify(*item, repair, endpoint, token) for item in _to_verify(what)]}
     print_result(found, as_json, lambda console: show.checked(found["checked"], console))
     for checked in found["checked"]:
         for fault in checked["bad"]:
-            file = f"{checked['path']}/{fault['file']}"
-            click.echo(f"error: {file}: {fault['problem']}; {checked['remedy']}", err=True)
+            bad = Fault(fault["file"], fault["problem"])
+            click.echo(f"error: {checked['path']}/{bad}; {checked['remedy']}", err=True)
     if any(checked["bad"] for checked in found["checked"]):
         ctx.exit(BAD)
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from pretune.errors import OptionError
+from pretune.errors import OptionError, OutputError
 from pretune.hub.cache import Cached
-from pretune.messages import explain_os_errors
 from pretune.model.weights import Covers, read_config
 
 VERSION = 1
@@ -72,9 +71,13 @@ def write_lock(file: Path, lock: Lock) -> None:
         If the operating system refuses.
     """
     draft = file.with_name(f"{file.name}.new")
-    with explain_os_errors(file):
+    try:
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(lock, order="sorted"), indent=2) + b"\n")
         draft.replace(file)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {file}: {error.strerror}; name another file: --file or PRETUNE_LOCK"
+        ) from error
 
 
 def pin_of(item: Cached) -> tuple[str, Pin]:

@@ -54,10 +54,12 @@ def push(
     WeightsError
         If the folder is not fit to be published.
     OptionError
-        If the tag exists, or a figure is worse than before.
+        If the tag is no name or exists, or a figure is worse than before.
     HubError
         If the hub fails, or somebody has pushed meanwhile.
     """
+    if tag is not None and (".." in tag or not re.fullmatch(r"\w[\w.-]*", tag, re.ASCII)):
+        raise OptionError(f"--tag {tag}: not a plain name, such as v2; leave --tag out for the next")
     config = validate(folder)
     names = ["manifest.json", *_manifest_names(folder)]
     head = _head(hub, repo)
