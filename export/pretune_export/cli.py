@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pretune.cli import _Commands as SDKCommands
-from pretune.cli import farm_options
 from pretune.errors import MissingExtraError, OptionError, PretuneError
+from pretune.options import farm_options
 
 if TYPE_CHECKING:
     from pretune.measure import RPCAddress

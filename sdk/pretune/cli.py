@@ -5,10 +5,9 @@ Results go to stdout, everything else to stderr. A `PretuneError` becomes one li
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from pretune.errors import InputError, OptionError, PretuneError, one_line
 from pretune.finetuning import command as finetune
 from pretune.hub.cli import hub
 from pretune.messages import notice
+from pretune.options import farm_options
 from pretune.output import print_result as _print
 from pretune.output import to_stderr as _to_stderr
 
@@ -102,22 +102,6 @@ _target = click.option("--target", default="native", show_default=True, help='Su
 _weights = click.option(
     "--weights", metavar="DIR|ORG/NAME[@REVISION]", help="Weights, in place of the best on this machine."
 )
-
-
-def farm_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of a farm, which the command gets as `rpc`."""
-
-    @click.option("--rpc-tracker", metavar="HOST:PORT", help="Measure on a farm: its TVM RPC tracker.")
-    @click.option("--rpc-key", metavar="KEY", help="Key of the farm's devices, which --target describes.")
-    @functools.wraps(command)
-    def with_farm(*args: Any, rpc_tracker: str | None, rpc_key: str | None, **kwargs: Any) -> None:
-        from pretune.measure import RPCAddress
-
-        command(*args, rpc=RPCAddress.parse(rpc_tracker, rpc_key), **kwargs)
-
-    return with_farm
-
-
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
 
 

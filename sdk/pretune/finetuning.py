@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pretune.errors import MissingExtraError, OptionError
+from pretune.options import farm_options
 from pretune.output import print_result, to_stderr
 from pretune.progress import PLAIN_S, REFRESH_S
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from pretune.measure import RPCAddress
 
 DEFAULT_BUDGET = "30m"
 NEEDED = (
@@ -128,6 +131,7 @@ def finetune(
     out: str | Path = "pretune-finetuned",
     search: bool = True,
     seed: int = 0,
+    rpc: RPCAddress | None = None,
     on_progress: Callable[[FineTuneProgress], None] | None = None,
 ) -> FineTuneResult:
     """Measure schedules on this machine, fine-tune weights on them, and use these here if they are better.
@@ -153,6 +157,8 @@ def finetune(
     search : bool
         Whether to compare short searches too: with the weights before and after, and MetaSchedule's.
     seed : int
+    rpc : RPCAddress, optional
+        Measure on the devices of a farm, which `target` describes, in place of this machine.
     on_progress : callable, optional
 
     Returns
@@ -190,6 +196,7 @@ def finetune(
         out=Path(out).expanduser(),
         search=search,
         seed=seed,
+        rpc=rpc,
         on_progress=on_progress or (lambda _progress: None),
     )
 
@@ -246,6 +253,7 @@ def parse_duration(text: str | float) -> float:
 )
 @click.option("--search/--no-search", default=True, show_default=True, help="Compare short searches too.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all sampling.")
+@farm_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def command(
@@ -258,6 +266,7 @@ def command(
     out: str,
     search: bool,
     seed: int,
+    rpc: RPCAddress | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -276,6 +285,7 @@ def command(
             out=out,
             search=search,
             seed=seed,
+            rpc=rpc,
             on_progress=on_progress,
         )
     print_result(result.to_dict(), as_json, lambda console: _show(result, console))

@@ -20,7 +20,7 @@ from pretune.errors import EnvironmentFaultError, MeasureError, PretuneError
 from pretune.finetuning import FineTuneProgress, FineTuneResult
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target
 from pretune.hardware.target import check_runs_here
-from pretune.measure import MeasurePool
+from pretune.measure import Pool, RPCAddress, open_pool
 from pretune.messages import explain_os_errors, notice
 from pretune.model import WorldModel, load_weights
 from pretune.records import RunFolder
@@ -44,11 +44,6 @@ BUILD_TIMEOUT, RUN_TIMEOUT = 8.0, 8.0
 """Seconds that a candidate may take to build, and to be timed."""
 
 
-def open_pool(target: Target) -> MeasurePool:
-    """Where schedules are measured."""
-    return MeasurePool(target, build_timeout=BUILD_TIMEOUT, run_timeout=RUN_TIMEOUT)
-
-
 def run(
     programs: Sequence[Any],
     *,
@@ -60,12 +55,14 @@ def run(
     out: Path,
     search: bool,
     seed: int,
+    rpc: RPCAddress | None,
     on_progress: Report,
 ) -> FineTuneResult:
     """`pretune.finetune`, once its options have been read."""
     machine = detect()
     made = make_target(target, machine)
-    check_runs_here(made, machine)
+    if rpc is None:
+        check_runs_here(made, machine)
     hardware = hardware_for_target(made, machine)
     setup_tvm(made)
     names = tuple(str(p) if isinstance(p, str | Path) else type(p).__name__ for p in programs)
@@ -80,7 +77,7 @@ def run(
             earlier = folder.read_result()
             if "kept" in earlier and (earlier["search"] is not None or not search):
                 return FineTuneResult.from_dict(earlier)
-            result = _Run(folder.path, plan, tasks, made, machine, hardware, on_progress).all(search)
+            result = _Run(folder.path, plan, tasks, made, machine, hardware, rpc, on_progress).all(search)
             folder.write_result(result.to_dict())
             return result
 
@@ -142,6 +139,7 @@ class _Run:
     target: Target
     machine: Hardware
     hardware: Hardware
+    rpc: RPCAddress | None
     report: Report
 
     def __post_init__(self) -> None:
@@ -207,7 +205,7 @@ class _Run:
 
         model = WorldModel(load_weights(self.base), env.num_threads() or self.machine.cores)
         self.report(FineTuneProgress("measuring", 0, len(self.tasks)))
-        with open_pool(self.target) as pool:
+        with self._pool() as pool:
             collector = Collector(
                 self.target, self.out / "collected", CollectOptions(), pool, say=self.notices.append
             )
@@ -217,6 +215,9 @@ class _Run:
         self._write_datasets(collector.out)
         write_atomic(done, {"schedules": count})
         return count
+
+    def _pool(self) -> Pool:
+        return open_pool(self.target, self.rpc, build_timeout=BUILD_TIMEOUT, run_timeout=RUN_TIMEOUT)
 
     def _write_datasets(self, collected: Path) -> None:
         # What was still suspect after three attempts is kept: dropping it may leave a task with nothing.
@@ -289,7 +290,7 @@ class _Run:
             Bench(self.machine, self.target, self.hardware, threads, weights, WorldModel(weights, threads))
             for weights in (load_weights(self.base), load_weights(self.weights))
         )
-        with open_pool(self.target) as pool:
+        with self._pool() as pool:
             found = search_held_out(
                 [task for task in self.tasks if task.split == "test"],
                 before,
