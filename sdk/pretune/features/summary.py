@@ -16,11 +16,26 @@ import numpy as np
 
 from pretune.features.nest import Env, Nest, Value, footprint, log2, span
 from pretune.features.program import Access, Linear
-from pretune.features.schema import CAPACITIES, NEST
+from pretune.features.schema import ACCESSES, CAPACITIES, NEST
 
 _N = {name: i for i, name in enumerate(NEST)}
-_TILES = slice(_N["tile_0"], _N["tile_0"] + 2 * len(CAPACITIES), 2)
-_TRAFFIC = slice(_N["traffic_0"], _N["traffic_0"] + 2 * len(CAPACITIES), 2)
+_CAPACITIES = np.array(CAPACITIES, dtype=np.float32)
+
+
+def _each(first: str, count: int, step: int) -> slice:
+    """Columns of a feature that there are `count` of, from its first on."""
+    return slice(_N[first], _N[first] + count * step, step)
+
+
+_TILES, _TRAFFIC = (_each(name, len(CAPACITIES), 2) for name in ("tile_0", "traffic_0"))
+_INNER = _each("inner_0", 3, 1)
+# Numbers that a walk or a summary first writes as they are, and whose logarithm is taken at once.
+_WALK_LOGS = [
+    i for name, i in _N.items()
+    if name.startswith(("points", "work", "tile_", "accumulator", "inner_reduction", "inner_stride_"))
+] + list(range(_N["inner_0"], _N["inner_2"] + 1))  # fmt: skip
+_LOGS = [_N[name] for name in ("vector", "vectors", "parallel", "grain")]
+_LOGS += [_N[f"vector_run_{k}"] for k in range(ACCESSES)]
 
 
 class Shape:
@@ -114,39 +129,42 @@ class Walk:
             np.add(found[i], big, out=found[i + 1])
             stage[i + 1] = np.maximum(stage[i], big) if component.is_reduce else stage[i] + (stage[i] & big)
 
-        rows = np.zeros((len(NEST), env.n), dtype=np.float32)
-        rows[_N["points"]] = log2(points[-1])
-        rows[_N["work"]] = log2(points[-1] * shape.cost)
-        fitting = np.stack([count(self.bytes[1:] <= capacity) for capacity in CAPACITIES])
-        tile = pick(points, fitting)
-        rows[_TILES] = log2(tile)
-        rows[_TRAFFIC] = np.log2(np.maximum(pick(self.bytes, fitting) / tile, 2.0**-12)) * 0.125
+        fitting = count(self.bytes[1:, None] <= _CAPACITIES[:, None])
+        within, run = count(stage[1:, None] <= np.array([[0], [1]]))
+        sizes = pick(points, np.stack([*fitting, within, run]))
+        touched = pick(self.bytes, np.stack([*fitting, within]))
+        self.accumulators = sizes[-2]
 
-        within = count(stage[1:] == 0)
-        self.accumulators = pick(points, within)
-        rows[_N["accumulators"]] = log2(self.accumulators)
-        item = shape.rank[0].buffer.itemsize if shape.rank else 4.0
-        rows[_N["accumulator_bytes"]] = log2(self.accumulators * item)
-        rows[_N["register_traffic"]] = np.log2(pick(self.bytes, within) / self.accumulators) * 0.125
-        rows[_N["inner_reduction"]] = log2(pick(points, count(stage[1:] <= 1)) / self.accumulators)
+        rows = np.zeros((len(NEST), env.n), dtype=np.float32)
+        rows[_N["points"]] = points[-1]
+        rows[_N["work"]] = points[-1] * shape.cost
+        rows[_TILES] = sizes[:-2]
+        rows[_TRAFFIC] = np.log2(np.maximum(touched[:-1] / sizes[:-2], 2.0**-12)) * 0.125
+        rows[_N["accumulators"]] = self.accumulators
+        rows[_N["accumulator_bytes"]] = self.accumulators * (
+            shape.rank[0].buffer.itemsize if shape.rank else 4.0
+        )
+        rows[_N["register_traffic"]] = np.log2(touched[-1] / self.accumulators) * 0.125
+        rows[_N["inner_reduction"]] = sizes[-1] / self.accumulators
 
         rows[_N["loops"]] = found[-1] * np.float32(0.0625)
-        before = [count(found[1:] <= k) for k in range(3)]  # loops before the k-th that is met
-        for k in range(3):
-            rows[_N[f"inner_{k}"]] = log2(pick(self.extents, before[k]))
-        for k, access in enumerate(shape.rank):
-            strides = [abs(_stride(access, c.axis)) for _position, c in self.levels]
-            stride = np.array([*strides, -1.0], dtype=np.float32)[before[0]]
-            rows[_N[f"inner_stride_{k}"]] = log2(stride + 1.0)
-            rows[_N[f"inner_broadcast_{k}"]] = stride == 0
-            rows[_N[f"inner_contiguous_{k}"]] = stride == 1
-        is_reduce = [c.is_reduce for _position, c in self.levels]
-        rows[_N["last_reduce"]] = np.array([*is_reduce, False], dtype=np.float32)[before[0]]
+        before = count(found[1:, None] <= np.arange(3)[:, None])  # loops before the k-th that is met
+        rows[_INNER] = pick(self.extents, before)
+        components = [c for _position, c in self.levels]
+        if shape.rank:
+            strides = [[*(abs(_stride(a, c.axis)) for c in components), -1.0] for a in shape.rank]
+            stride = np.array(strides, dtype=np.float32)[:, before[0]]
+            rows[_each("inner_stride_0", len(stride), 3)] = stride + 1.0
+            rows[_each("inner_broadcast_0", len(stride), 3)] = stride == 0
+            rows[_each("inner_contiguous_0", len(stride), 3)] = stride == 1
+        is_reduce = np.array([*(c.is_reduce for c in components), False])
+        rows[_N["last_reduce"]] = is_reduce[before[0]]
 
         full: Value = 1.0
         for extent, _is_reduce in shape.axes:
             full = full * env.get(extent)
         rows[_N["redundancy"]] = np.log2(np.maximum(points[-1] / np.maximum(full, 1.0), 2.0**-8)) * 0.125
+        rows[_WALK_LOGS] = log2(rows[_WALK_LOGS])
         return rows
 
 
@@ -155,7 +173,7 @@ def _stride(access: Access, axis: int) -> float:
 
 
 def count(holds: np.ndarray) -> np.ndarray:
-    """In how many rows each column of a bool array ``[L, n]`` holds: uint8 ``[n]``."""
+    """In how many of ``L`` levels it holds: bool ``[L, ..., n]`` -> uint8 ``[..., n]``."""
     return np.add.reduce(holds.view(np.uint8), axis=0, dtype=np.uint8)
 
 
@@ -218,28 +236,28 @@ def summarise(
     cuts = [env.get(cut) for cut in nest.all_cuts()]
 
     depth, lengths = _vector(nest, walk, cuts, vector_limit)
-    vector = pick(points, depth)
-    rows[_N["vector"]] = log2_vector = log2(vector)
+    vector, *runs = pick(points, np.stack([depth, *lengths]))
+    rows[_N["vector"]] = vector
     for name, lanes in (("16", 16.0), ("8", 8.0)):
         fill = vector / (np.ceil(vector / lanes) * lanes)
         rows[_N[f"vector_fill_{name}"]] = fill
         rows[_N[f"vector_x{name}"]] = fill == 1.0
     rows[_N["scalar"]] = vector == 1.0
     # Schedules with 24, 40 or 48 lanes measured 2 to 4 times slower, on average, than with 16, 32 or 64.
-    exponent = log2_vector * 8.0
+    exponent = np.log2(vector)
     rows[_N["vector_power_of_2"]] = exponent == np.floor(exponent)
-    rows[_N["vectors"]] = log2(walk.accumulators / vector)
-    for k, length in enumerate(lengths):
-        size = pick(points, length)
-        rows[_N[f"vector_run_{k}"]] = log2(size)
-        rows[_N[f"vector_whole_{k}"]] = size == vector
+    rows[_N["vectors"]] = walk.accumulators / vector
+    for k, run in enumerate(runs):
+        rows[_N[f"vector_run_{k}"]] = run
+        rows[_N[f"vector_whole_{k}"]] = run == vector
 
     fused: Value = 1.0 if parallel is None else parallel
     if parallel is None and parallel_limit > 0:
         fused = _fused(nest, env, cuts, parallel_limit)
-    rows[_N["parallel"]] = log2(fused)
+    rows[_N["parallel"]] = fused
     rows[_N["imbalance"]] = np.ceil(fused / cores) * cores / fused - 1.0
-    rows[_N["grain"]] = log2(points[-1] / fused)
+    rows[_N["grain"]] = points[-1] / fused
+    rows[_LOGS] = log2(rows[_LOGS])
     if nest.inlined is not None:
         rows[_N["inlined"]] = env.get(nest.inlined)
     if nest.at_root is not None:
@@ -265,9 +283,11 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
     numpy.ndarray
         float32 ``[n, len(schema.NEST)]``
     """
-    out, points, vector = summary.features.copy(), summary.points, summary.vector
-    out[:, _N["unrolled"]] = log2(pick(points, count(points[1:] <= limit * vector)) / vector)
-    out[:, _N["in_registers"]] = summary.accumulators <= np.maximum(limit, 1.0) * vector
+    out, points = summary.features.copy(), summary.points
+    # Where two axes became one, extents are estimates: what adds less than half a lane is no loop.
+    lanes = pick(points, count(points[1:] <= summary.vector + 0.5))
+    out[:, _N["unrolled"]] = log2(pick(points, count(points[1:] <= limit * lanes)) / lanes)
+    out[:, _N["in_registers"]] = summary.accumulators <= np.maximum(limit, 1.0) * lanes
     return out
 
 
