@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import tvm
 
@@ -214,6 +215,23 @@ def test_what_another_dataset_validates_with_is_not_trained_on(made, tmp_path, c
     assert "1 training tasks are dropped" in capsys.readouterr().err
 
 
+def test_one_machine_measures_for_several_targets(made, tmp_path):
+    """In each dataset it goes by the same name, and has the hardware vector of the target."""
+    from pretune_export.encoded import load_data
+
+    other = tmp_path / "other"
+    shutil.copytree(made / "data", other)
+    file = other / "measured-here.parquet"
+    table = pq.read_table(file)
+    vector = json.dumps([0.25] * 16).encode()
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, b"pretune.vector": vector}), file)
+    config = config_of(made, datasets=[f"{made}/data", str(other)], test_datasets=[])
+    found = load_data(config, tmp_path / "encoded.pickle")
+    assert (found.machines["other/here"].vector == 0.25).all()
+    assert (found.machines["data/here"].vector != 0.25).any()
+    assert {task.groups[0].machine for task in found.train} == set(found.machines)
+
+
 def test_a_run_of_other_data_starts_anew(made, tmp_path, capsys):
     from pretune.errors import OptionError
     from pretune_export.encoded import load_data
@@ -237,7 +255,7 @@ def test_a_run_of_other_data_starts_anew(made, tmp_path, capsys):
     assert "encoded.pickle is of other data: encoding anew" in said and "training anew" in said
     assert len((run / "log.jsonl").read_text().splitlines()) == 1
     load_best(run, config)
-    assert set(load_data(config, run / "encoded.pickle").machines) == {"here", "second"}
+    assert set(load_data(config, run / "encoded.pickle").machines) == {"data/here", "data/second"}
     assert capsys.readouterr().err == ""
 
 
@@ -343,8 +361,10 @@ def test_shared_measurements_are_read(tmp_path):
         lines.append(
             {"task": "t", "trace": candidate.trace_json, "ok": 1, "res": [0.001 * (k + 1)], "cal": 0.004}
         )
-    lines.append({**lines[0], "ok": 0, "res": [], "err": "timeout"})
-    wanted.append(wanted[0])
+    failed = space.materialise(0, space.spaces[0].sample(1, rng)[0])
+    lines.append({**lines[0], "trace": failed.trace_json, "ok": 0, "res": [], "err": "timeout"})
+    wanted.append([d.tolist() for d in failed.decisions])
+    assert wanted[-1] != wanted[0]
     task = {"id": "t", "net": "n", "name": "m", "shapes": [], "mod": str(tvm.ir.save_json(mod))}
     for name, rows in (("tasks", [task]), ("measurements", lines)):
         with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as file:
