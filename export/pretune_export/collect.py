@@ -339,6 +339,8 @@ def read_collected(
 
 def serial_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the same candidates did on one thread, of rows that were timed so; failures stay failures."""
+    if not any(row.get("serial_latencies") for row in rows):
+        return []
     return [
         {**row, "latencies": row["serial_latencies"]}
         for row in rows

@@ -41,14 +41,22 @@ class Data:
     machines: dict[str, Machine] = field(default_factory=dict)
 
 
+def machine_key(folder: str | Path, name: str) -> str:
+    """A machine in a dataset: the same one measures for several targets, each in a dataset of its own."""
+    return f"{Path(folder).name}/{name}"
+
+
 ENCODED_BY = ("seed", "states_per_candidate", "candidates_with_states")
 """What of a configuration the encoded data depends on, beside the datasets."""
+
+ENCODING = 2
+"""Changes whenever the same datasets are encoded another way."""
 
 
 def data_key(config: TrainConfig, datasets: Sequence[str]) -> str:
     """Hash of all that encoded datasets depend on: their files, and how real states are chosen."""
     settings = {name: getattr(config, name) for name in ENCODED_BY}
-    digest = hashlib.sha256(json.dumps([settings, SCHEMA_VERSION]).encode())
+    digest = hashlib.sha256(json.dumps([settings, SCHEMA_VERSION, ENCODING]).encode())
     for folder in datasets:
         for file in dataset_files(Path(folder)):
             name = file.relative_to(folder).as_posix()
@@ -155,6 +163,8 @@ def _choose_tasks(config: TrainConfig) -> list[tuple[dict, list, dict[str, list[
     roles = {"datasets": config.datasets, "test_datasets": config.test_datasets}
     for role, folder in ((role, folder) for role, folders in roles.items() for folder in folders):
         tasks, spaces, rows, machines = read_parquet(Path(folder))
+        rows = {machine_key(folder, name): members for name, members in rows.items()}
+        machines = {machine_key(folder, name): machine for name, machine in machines.items()}
         by_task: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
         for machine, members in rows.items():
             for row in members:

@@ -31,7 +31,7 @@ import torch
 
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import read_machines
-from pretune_export.encoded import Data, data_key, load_data
+from pretune_export.encoded import Data, data_key, load_data, machine_key
 from pretune_export.evidence.baselines.config import BaselineConfig
 from pretune_export.evidence.baselines.networks import train_tenset, train_tlp
 from pretune_export.evidence.baselines.trees import grow
@@ -80,7 +80,9 @@ def compare(
     data = load_data(config, run / "encoded.pickle", processes)
     folders = [*config.datasets, *config.test_datasets]
     targets = {
-        name: machine["target"] for folder in folders for name, machine in read_machines(Path(folder)).items()
+        machine_key(folder, name): machine["target"]
+        for folder in folders
+        for name, machine in read_machines(Path(folder)).items()
     }
     splits = {"test": data.test, "validation": data.validation}
     everything = [*data.train, *data.validation, *data.test]
