@@ -78,7 +78,17 @@ def test_outputs_are_compared(pool: FarmPool) -> None:
 def test_the_command_line_tunes_on_a_farm(two: LoopbackFarm, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(FarmPool.__init__.__kwdefaults__, "tolerance", math.inf)
     where = ["--rpc-tracker", str(two.address), "--rpc-key", two.address.key]
-    command = ["tune", "--demo", "--trials", "3", "--op", "*matmul*", "--out", str(tmp_path / "out"), "--json"]
+    command = [
+        "tune",
+        "--demo",
+        "--trials",
+        "3",
+        "--op",
+        "*matmul*",
+        "--out",
+        str(tmp_path / "out"),
+        "--json",
+    ]
     result = CliRunner().invoke(main, [*command, "-q", *where])
     assert result.exit_code == 0, result.output
     records = [json.loads(line) for line in (tmp_path / "out" / "records.jsonl").open()]
@@ -125,7 +135,9 @@ def test_a_stalled_device_is_abandoned_and_returns(monkeypatch: pytest.MonkeyPat
 
 def test_a_farm_without_devices_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     notices: list[str] = []
-    with LoopbackFarm(1) as farm, FarmPool(TARGET, farm.address, wait=5, notify=notices.append) as pool:
+    with LoopbackFarm(1) as farm, FarmPool(TARGET, farm.address, notify=notices.append) as pool:
+        pool.calibrate()
+        monkeypatch.setattr(pool._fleet, "_wait", 5)
         kept: list[Measured] = []
 
         def on_result(_at: int, measured: Measured) -> None:
@@ -136,6 +148,7 @@ def test_a_farm_without_devices_keeps_what_it_has(monkeypatch: pytest.MonkeyPatc
             pool.measure([tiled(64), tiled(32)], on_result=on_result)
         assert len(kept) == 1 and kept[0].ok
         assert any("is gone" in line for line in notices)
+        monkeypatch.undo()
         farm.start(0)
         farm.wait(1)
         farm.kill_tracker()
@@ -175,6 +188,8 @@ def test_devices_that_differ_are_set_aside(pool: FarmPool, monkeypatch: pytest.M
     fast, slow = (one for one in pool._fleet.idle(40.0))
     assert fast.device is not None and slow.device is not None
     fast.device.speed, slow.device.speed = 1e-3, 1.3e-3
+    monkeypatch.setattr(pool._fleet, "_speed", 1e-3)
+    monkeypatch.setattr(slow.device, "failures", 0)
     monkeypatch.setattr(pool._fleet, "_tolerance", 0.1)
     pool._fleet._compare([fast, slow])
     assert pool._fleet.idle(40.0) == [fast] and not slow.alive
