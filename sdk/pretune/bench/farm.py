@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pretune.measure import Measured
 
 MISHAPS = 40
-"""Steps of chaos in a run."""
+"""Steps of chaos in a run, unless that is more than one in 5 trials."""
 
 
 def run(*, servers: int = 4, trials: int = 400, chaos: bool = False) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def render(found: Mapping[str, Any], console: Console) -> None:
 def _measure(target: Any, mods: Sequence[Any], *, servers: int, mishaps: int) -> dict[str, Any]:
     seen: Counter[int] = Counter()
     with LoopbackFarm(servers) as farm, FarmPool(target, farm.address, tolerance=math.inf) as pool:
-        chaos = Chaos(farm, servers, max(1, len(mods) // mishaps)) if mishaps else None
+        chaos = Chaos(farm, servers, max(5, len(mods) // mishaps)) if mishaps else None
         pool.calibrate()  # its sessions are open when the clock starts
 
         def on_result(at: int, _measured: Measured) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 GUARD = Path(__file__).parent / "guard.cc"
 
-MAX_KILLS, MAX_LOST = 2, 3
+MAX_KILLS, MAX_LOST = 2, 4
 """A candidate is at fault once it has ended so many sessions of servers that lived on, or so many in all."""
 
 Request = Callable[[Job], worker.Time | worker.Outputs]
