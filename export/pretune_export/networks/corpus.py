@@ -217,6 +217,8 @@ def pick(tasks: Iterable[CorpusTask], limit: int) -> list[CorpusTask]:
     chosen: list[CorpusTask] = []
     for kind, members in kinds.items():
         count = share[kind]
+        if not count:
+            continue  # there are more kinds than tasks to pick
         step = (len(members) - 1) / (count - 1) if count > 1 else 0.0
         # A single member of many stands in the middle, several reach from the smallest to the largest.
         places = [round(i * step) for i in range(count)] if count > 1 else [len(members) // 2]
