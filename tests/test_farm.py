@@ -7,8 +7,9 @@ import math
 import os
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -18,6 +19,8 @@ from pretune.cli import main
 from pretune.errors import EnvironmentFaultError, MeasureError, OptionError
 from pretune.measure import FarmPool, Measured, RPCAddress
 from pretune.measure import farm as farm_module
+from pretune.measure.fleet import Device, Trial
+from pretune.measure.process import Job
 from test_measure import copy, matmul, parallel, tiled
 
 TARGET = {"kind": "llvm", "num-cores": 1}
@@ -195,6 +198,21 @@ def test_devices_that_differ_are_set_aside(pool: FarmPool, monkeypatch: pytest.M
     assert pool._fleet.idle(40.0) == [fast] and not slow.alive
     what = f"device {slow.device.address} is set aside: it takes 1.30 times as long as the others"
     assert notices == [f"{what}; looked at again in 2 s"]
+
+
+def test_a_candidate_that_every_device_has_lost_is_tried_again(pool: FarmPool) -> None:
+    pool.calibrate()
+    sessions = pool._fleet.idle(40.0)
+    first, second = (one.device.address for one in sessions if one.device is not None)
+    lost = {0: [first], 1: [first, second]}
+    trials = deque(Trial(Job(n, ""), Path(), lost_on=where) for n, where in lost.items())
+    assert [pool._pick(trials, one) for one in sessions] == [trials[1], trials[0]]
+    trials.pop()
+    assert [pool._pick(trials, one) for one in sessions] == [None, trials[0]]
+
+
+def test_a_device_that_fails_for_days_is_still_looked_at() -> None:
+    assert [Device("", failures=n).absence() for n in (1, 3, 10, 2000)] == [2, 8, 60, 60]
 
 
 def test_addresses() -> None:

@@ -240,11 +240,11 @@ class FarmPool(Pool):
                     queue.appendleft(trial)
 
     def _pick(self, ready: deque[Trial], session: Session) -> Trial | None:
-        """The next candidate for a device: not one that it was lost on, while there are other devices."""
+        """The next candidate for a device: not one that it was lost on, while there are others for it."""
         assert session.device is not None
         here = session.device.address
-        alone = sum(one.device is not None for one in self._fleet.sessions()) == 1
-        return next((trial for trial in ready if alone or here not in trial.lost_on), None)
+        devices = {one.device.address for one in self._fleet.sessions() if one.device is not None}
+        return next((t for t in ready if here not in t.lost_on or devices <= {*t.lost_on}), None)
 
     def _start(
         self, session: Session, trial: Trial, request: worker.Time | worker.Outputs | worker.Repeat
@@ -275,9 +275,8 @@ class FarmPool(Pool):
         error = answer.error
         if isinstance(answer, Late):
             self._fleet.leave(device, f"has not answered for {answer.seconds:.0f} s")
-        elif (
-            answer.seconds >= trial.seconds
-        ):  # It kept the deadline; or was stalled until after it, and is back.
+        elif answer.seconds >= trial.seconds:
+            # It kept the deadline; or was stalled until after it, and is back.
             trial.kills += 1
             answer = Late(answer.seconds, f"took longer than {trial.seconds:g} s")
         elif self._fleet.is_connected(device):

@@ -39,7 +39,7 @@ STALL_S = 10.0
 
 POLL_S = 0.5
 LONGEST_ABSENCE_S = 60.0
-"""A device that fails again and again is left alone for this long, in seconds."""
+"""A device that fails again and again is left alone for this long at most, in seconds."""
 _MAX_START_FAILURES = 3
 
 
@@ -66,6 +66,10 @@ class Device:
     trials: int = 0
     failures: int = 0
     away_until: float = 0.0
+
+    def absence(self) -> float:
+        """Seconds to leave it alone after its latest failure."""
+        return min(2.0 ** min(self.failures, 10), LONGEST_ABSENCE_S)  # 2.0**1024 is an error
 
 
 @dataclass
@@ -326,7 +330,7 @@ class Fleet:
     def _set_aside(self, device: Device, why: str, seconds: float | None = None) -> None:
         """Do not use a device that cannot be trusted, for a while or ever."""
         device.failures += 1
-        seconds = seconds or min(2.0**device.failures, LONGEST_ABSENCE_S)
+        seconds = seconds or device.absence()
         device.away_until = time.monotonic() + seconds
         again = "" if math.isinf(seconds) else f"; looked at again in {seconds:.0f} s"
         self._notify(f"device {device.address} is set aside: {why}{again}")
@@ -335,7 +339,7 @@ class Fleet:
         """Try a device that was lost again, later if it happens again and again."""
         device.failures += 1
         if device.failures > 1:
-            device.away_until = time.monotonic() + min(2.0**device.failures, LONGEST_ABSENCE_S)
+            device.away_until = time.monotonic() + device.absence()
         self._notify(f"device {device.address} {why}; candidates go to others meanwhile")
 
     def is_connected(self, device: Device) -> bool:

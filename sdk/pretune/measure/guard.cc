@@ -2,6 +2,7 @@
 //
 // Each session is a process that the server forks, and in TVM 0.27 the server stops listening for good when
 // that process ends with anything but 0: a candidate that crashes takes its device off the farm.
+#include <errno.h>
 #include <signal.h>
 #include <stdint.h>
 #include <sys/wait.h>
@@ -22,7 +23,7 @@ extern "C" int __tvm_ffi_guard(void*, const Any*, int32_t, Any*) {
   if (session < 0) return -1;
   if (session > 0) {
     int status;
-    while (waitpid(session, &status, 0) < 0) {
+    while (waitpid(session, &status, 0) < 0 && errno == EINTR) {
     }
     _exit(0);
   }
