@@ -66,12 +66,15 @@ def run(
     hardware = hardware_for_target(made, machine)
     setup_tvm(made)
     names = tuple(str(p) if isinstance(p, str | Path) else type(p).__name__ for p in programs)
-    settings = Settings(target=str(made), inputs=names, trials=trials, seconds=seconds, base=base, seed=seed)
+    settings = Settings(
+        target=str(made), inputs=names, trials=trials, seconds=seconds, base=base, seed=seed,
+        shapes={name: tuple(map(int, shape)) for name, shape in (shapes or {}).items()},
+    )  # fmt: skip
     with RunFolder(out) as folder:
         measured = folder.path / "collected" / "measured.jsonl"
         with _explain(folder.path, measured):
             plan, tasks = make_plan(
-                folder.path, settings, made, hardware, programs=programs, shapes=shapes,
+                folder.path, settings, made, hardware, programs=programs,
                 say=lambda text: on_progress(FineTuneProgress("planning", text=text, message=True)),
             )  # fmt: skip
             earlier = folder.read_result()
@@ -249,6 +252,10 @@ class _Run:
         )
 
     def _train(self, config: TrainConfig) -> None:
+        """Train, once: were it to go on after time was up, what was exported would not be its best."""
+        done = self.training / "done.json"
+        if done.exists():
+            return
         self.report(FineTuneProgress("training", 0, config.epochs, "reading what was measured"))
         best = [-1.0]
         started, first = time.monotonic(), [-1]
@@ -268,13 +275,14 @@ class _Run:
 
         self.training.mkdir(exist_ok=True)
         with self._quiet():
-            train(
+            found = train(
                 config,
                 self.training,
                 cache=self.training / "encoded.pickle",
                 deadline=self._left(TRAIN, "training"),
                 on_epoch=on_epoch,
             )
+        write_atomic(done, found)
 
     def _rank(self, config: TrainConfig) -> dict[str, Any]:
         self.report(FineTuneProgress("judging", text="ranking the held-out tasks"))

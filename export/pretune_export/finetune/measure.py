@@ -167,7 +167,7 @@ class Measurer:
             own = known[task.id]
             share = budget.share(self.total - len(own), len(tasks) - n)
             if not share.room(len(own)):
-                break
+                continue  # It has its share, if it was killed just before it was done; or nothing is left.
             try:
                 self._task(n, task, own, share)
             except (PretuneError, OSError, MemoryError):

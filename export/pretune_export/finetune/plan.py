@@ -79,6 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         As JSON.
     inputs : tuple of str
         Programs whose tasks are measured; none: a spread of the shipped datasets.
+    shapes : dict of str to tuple of int
+        Shapes of inputs with dynamic dimensions.
     trials : int or None
         Schedules to measure in all, training and held-out tasks together.
     seconds : float or None
@@ -89,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     target: str
     inputs: tuple[str, ...] = ()
+    shapes: dict[str, tuple[int, ...]] = {}
     trials: int | None = None
     seconds: float | None = None
     base: str = ""
@@ -124,7 +127,6 @@ def make_plan(
     hardware: Hardware,
     *,
     programs: Sequence[Any],
-    shapes: Mapping[str, Sequence[int]] | None,
     say: Callable[[str], None],
 ) -> tuple[Plan, list[CorpusTask]]:
     """Plan a run, or read the plan of the run that is to be resumed.
@@ -135,8 +137,6 @@ def make_plan(
         Of the run.
     programs : sequence
         What `settings.inputs` names; see `pretune.intake.load_program`.
-    shapes : mapping, optional
-        Shapes of inputs with dynamic dimensions.
     say : callable
         Told what was decided.
 
@@ -159,7 +159,7 @@ def make_plan(
     base = choose_base(hardware, settings.base)
     say(f"starting from {base.weights.config.name} ({base.why})")
     if programs:
-        tasks = split(limit(tasks_of_programs(programs, target, shapes), settings, say))
+        tasks = split(limit(tasks_of_programs(programs, target, settings.shapes), settings, say))
     else:
         tasks = spread(dataset_tasks(base.weights.path), settings.expected)
     check_tasks(tasks, settings)

@@ -62,7 +62,7 @@ def finish(out: Path, evaluation: dict[str, Any], provenance: dict[str, Any]) ->
 def register(weights: Path, name: str) -> Path:
     """Copy weights to where those that are fine-tuned on this machine are looked for.
 
-    Earlier ones of that name are replaced in one step; a kill leaves either.
+    Earlier ones of that name are moved aside and then replaced: nobody sees a part of either.
 
     Raises
     ------
