@@ -110,6 +110,31 @@ def test_of_a_candidate_measured_again_the_last_counts(tmp_path):
     assert len(measured(tmp_path, "two")) == len(rows)
 
 
+def test_who_reads_what_is_replaced_meanwhile_is_told(tmp_path):
+    from pretune.errors import InputError
+    from pretune_export.dataset import Dataset, write_parquet
+
+    tasks, spaces, rows, machine = taken(2)
+    write_parquet(tmp_path, tasks, spaces, rows, machine)
+    data = Dataset(tmp_path)
+    assert len(list(data.rows("one"))) == len(rows)
+    write_parquet(tmp_path, tasks, spaces, rows[:4], machine)
+    with pytest.raises(InputError, match=r"measured-one.parquet was replaced .* run again"):
+        list(data.rows("one"))
+
+
+def test_a_shard_that_is_being_written_is_not_replaced(tmp_path):
+    from pretune_export.dataset import write_parquet
+
+    tasks, spaces, rows, machine = taken(2)
+    write_parquet(tmp_path, tasks, spaces, rows[:4], machine, append=True)
+    (shard,) = (tmp_path / "shards").iterdir()
+    partial = shard.rename(shard.with_name(shard.name + ".partial"))
+    write_parquet(tmp_path, tasks, spaces, rows[4:], machine)
+    partial.rename(shard)
+    assert len(measured(tmp_path)) == len(rows)
+
+
 def test_a_torn_shard_is_named_and_left_out(tmp_path, capsys):
     from pretune_export.dataset import write_parquet
 

@@ -31,11 +31,14 @@ class Shard:
     Attributes
     ----------
     file : pathlib.Path
+    version : tuple of int
+        `_version` of the file when `numbers` was read: a compaction replaces both.
     numbers : dict of str to list of int
         By task, the number in the whole dataset of each design space of the shard.
     """
 
     file: Path
+    version: tuple[int, int]
     numbers: dict[str, list[int]]
 
     def batches(self, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
@@ -44,10 +47,12 @@ class Shard:
         Raises
         ------
         InputError
-            If the file is damaged or gone.
+            If the file is damaged, gone or another one.
         """
         try:
             with pq.ParquetFile(self.file) as file:
+                if _version(self.file) != self.version:
+                    raise InputError(f"{self.file} was replaced while it was read; run again")
                 yield from file.iter_batches(ROWS_AT_ONCE, columns=columns)
         except UNREADABLE as error:
             raise InputError(
@@ -107,8 +112,9 @@ class Dataset:
                     self.added.append(place)
 
     def _add(self, place: Path) -> None:
+        versions = {file: _version(file) for file in place.glob("measured-*.parquet")}
         tasks, spaces = read_tables(place)
-        machines = {file: read_machine(file) for file in sorted(place.glob("measured-*.parquet"))}
+        machines = {file: read_machine(file) for file in sorted(versions)}
         for machine in machines.values():
             check_same(self.machines.get(machine["name"], machine), machine)
         self.tasks |= tasks
@@ -117,7 +123,7 @@ class Dataset:
             known = self.machines.get(machine["name"], machine)
             days = {*json.loads(known["days"]), *json.loads(machine["days"])}
             self.machines[machine["name"]] = {**machine, "days": json.dumps(sorted(days))}
-            self._shards[machine["name"]].append(Shard(file, numbers))
+            self._shards[machine["name"]].append(Shard(file, versions[file], numbers))
 
     def rows(self, machine: str) -> Iterator[dict[str, Any]]:
         """What a machine measured, one candidate after the other, none twice.
@@ -141,6 +147,12 @@ class Dataset:
                 start += len(batch)
                 for row in kept.to_pylist():
                     yield _unflatten({**row, "space": shard.numbers[row["task"]][row["space"]]})
+
+
+def _version(file: Path) -> tuple[int, int]:
+    """Another one for a file that has replaced this one: they never change in place."""
+    found = file.stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def _places(folder: Path) -> list[Path]:

@@ -114,7 +114,8 @@ def write_parquet(
             return
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
-            replaced = [file.parent for file in folder.glob(f"shards/*/{name}")]
+            shards = [file.parent for file in folder.glob(f"shards/*/{name}")]
+            replaced = [shard for shard in shards if shard.suffix != ".partial"]  # others still write those
             known, known_spaces = read_tables(folder) if (folder / "tasks.parquet").is_file() else ({}, {})
             numbers = merge_spaces(known_spaces, own_spaces)
             # What the rows of before need stays until they are gone.
