@@ -300,6 +300,18 @@ def test_without_programs_the_shipped_tasks_keep_their_splits(weights):
     assert {t.split for t in chosen[:12]} == {"train", "validation", "test"}
 
 
+def test_tasks_are_enough_to_choose_from(weights, tmp_path, monkeypatch):
+    """The wheel has no more of the datasets."""
+    from pretune_export.finetune import plan
+
+    shipped = weights.parent / "datasets" / "cpu-x86-64-v4-test" / "tasks.parquet"
+    folder = tmp_path / "datasets" / "some"
+    folder.mkdir(parents=True)
+    shutil.copy(shipped, folder)
+    monkeypatch.setattr(plan, "shipped_folder", lambda: None)
+    assert {task.split for task in plan.dataset_tasks(tmp_path / "base")} == {"test"}
+
+
 def test_transfer_compares_fine_tuned_with_scratch(killed, finished, tmp_path):
     from pretune_export.config import TrainConfig
     from pretune_export.dataset import read_parquet

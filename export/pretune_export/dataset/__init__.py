@@ -19,7 +19,7 @@ Of a candidate that one machine measured more than once, the last counts: the la
 
 from .candidates import Group, TaskData, group_candidates
 from .first import FIRST_MACHINE, FIRST_TARGET, read_shared
-from .read import Dataset, dataset_files, read_machines, read_parquet
+from .read import Dataset, dataset_files, read_machines, read_parquet, read_tasks
 from .write import compact, describe_machine, write_parquet
 
 __all__ = [
@@ -35,5 +35,6 @@ __all__ = [
     "read_machines",
     "read_parquet",
     "read_shared",
+    "read_tasks",
     "write_parquet",
 ]

@@ -166,11 +166,17 @@ def dataset_files(folder: Path) -> list[Path]:
     return [file for place in _places(folder) for file in sorted(place.glob("*.parquet"))]
 
 
-def read_tables(place: Path) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """Rows of ``tasks.parquet`` and texts of design spaces, by task."""
+def read_tasks(place: Path) -> dict[str, dict[str, Any]]:
+    """Rows of ``tasks.parquet``, by task."""
     tasks = {t["task"]: t for t in pq.read_table(place / "tasks.parquet").to_pylist()}
     for task in tasks.values():  # Files of the first version have no weights.
         task.setdefault("weights", [1] * len(task["networks"]))
+    return tasks
+
+
+def read_tables(place: Path) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+    """Rows of ``tasks.parquet`` and texts of design spaces, by task."""
+    tasks = read_tasks(place)
     spaces: dict[str, list[str]] = defaultdict(list)
     rows = pq.read_table(place / "spaces.parquet").to_pylist()
     for row in sorted(rows, key=lambda row: (row["task"], row["space"])):

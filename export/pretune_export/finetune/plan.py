@@ -21,7 +21,7 @@ from pretune.intake.task import sort_tasks
 from pretune.model.weights import installed_software, misfits, shipped_folder
 from pretune.records.folder import write_atomic
 from pretune_export.config import TrainConfig
-from pretune_export.dataset import Dataset
+from pretune_export.dataset import read_tasks
 from pretune_export.networks import CorpusTask, load_corpus
 from pretune_export.networks.corpus import corpus_task, join, pick, write_corpus
 
@@ -277,7 +277,7 @@ def dataset_tasks(base: Path) -> list[CorpusTask]:
     folders = [folder / "datasets" for folder in (shipped, base.parent) if folder is not None]
     found: dict[str, CorpusTask] = {}
     for file in sorted({file for folder in folders for file in folder.glob("*/tasks.parquet")}):
-        for name, row in Dataset(file.parent).tasks.items():
+        for name, row in read_tasks(file.parent).items():
             line = msgspec.convert(
                 {**row, "id": name, "weight": sum(row["weights"]), "decisions": -1}
                 | {"shapes": json.loads(row["shapes"])},
