@@ -42,6 +42,10 @@ def rows(out: Path, name: str = "measured") -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
+def key(row: dict) -> tuple:
+    return row["task"], row["space"], json.dumps(row["decisions"])
+
+
 @pytest.fixture(scope="module")
 def killed(programs, weights, tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder of a run that was killed in the middle of a batch, and what it had measured."""
@@ -77,12 +81,12 @@ def finished(killed, programs, weights):
 def test_a_killed_run_goes_on_without_measuring_anything_again(killed, finished):
     out, before = killed
     result, seen = finished
-    after = rows(out)
-    keys = [(r["task"], r["space"], json.dumps(r["decisions"])) for r in after]
-    assert len(keys) == len(set(keys)) == result.schedules == TRIALS
-    had = [(r["task"], r["space"], json.dumps(r["decisions"])) for r in before]
-    assert keys[: len(had)] == had
-    assert [r["latencies"] for r in after[: len(had)]] == [r["latencies"] for r in before]
+    after = {key(row): row["latencies"] for row in rows(out)}
+    assert len(rows(out)) == len(after) == result.schedules == TRIALS
+    # A kill while a batch is put away leaves some of its rows in two places.
+    had = {key(row): row["latencies"] for row in before}
+    assert set(list(after)[: len(had)]) == set(had)
+    assert all(after[schedule] == latencies for schedule, latencies in had.items())
     assert list(dict.fromkeys(p.phase for p in seen)) == ["measuring", "training", "judging"]
 
 
@@ -115,12 +119,12 @@ def test_the_weights_can_be_published_and_say_where_they_come_from(finished):
         assert config.quality[name] == pytest.approx(result.after[name])
 
 
-def test_training_started_from_the_base(killed, finished, weights):
+def test_training_started_from_the_base(killed, finished):
     """An epoch moves the networks a little; the spread of their inputs stays."""
     from pretune_export.nets import load_net
 
     result, _seen = finished
-    base, tuned = load_net(weights).state_dict(), load_net(result.weights).state_dict()
+    base, tuned = load_net(killed[0] / "base").state_dict(), load_net(result.weights).state_dict()
     moved = {name: float((tuned[name] - value).abs().max()) for name, value in base.items()}
     assert all(moved[name] == 0 for name in moved if name.endswith(("input.mean", "input.scale")))
     assert 0 < max(moved.values()) < 0.05
