@@ -121,6 +121,11 @@ def test_every_trial_is_measured_once_whatever_happens_to_servers() -> None:
     assert notices and len({result.device for result in results}) >= 3
 
 
+def test_chaos_leaves_a_server() -> None:
+    result = CliRunner().invoke(main, ["bench", "farm", "--servers", "2", "--chaos"])
+    assert result.exit_code == 2 and "none of 2 servers; give --servers 3 or more" in result.stderr
+
+
 def test_a_stalled_device_is_abandoned_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farm_module, "STALL_S", 3.0)
     notices: list[str] = []

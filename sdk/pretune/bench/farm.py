@@ -12,6 +12,7 @@ from pretune.bench.common import conv2d_relu, depthwise_relu, environment, matmu
 from pretune.bench.loopback import Chaos, LoopbackFarm
 from pretune.bench.measure import sample
 from pretune.compat import setup_tvm
+from pretune.errors import OptionError
 from pretune.hardware import detect, make_target
 from pretune.measure import FarmPool
 
@@ -43,7 +44,16 @@ def run(*, servers: int = 4, trials: int = 400, chaos: bool = False) -> dict[str
     dict
         ``one_per_minute``, ``per_minute`` and their ``ratio``; how many trials were ``measured``, ``lost``
         and measured ``twice``; ``failed`` by kind; trials ``by_device``; what ``chaos`` did.
+
+    Raises
+    ------
+    OptionError
+        If chaos would leave no server.
     """
+    if chaos and servers <= Chaos.MOST_OUT:
+        raise OptionError(
+            f"--chaos leaves none of {servers} servers; give --servers {Chaos.MOST_OUT + 1} or more"
+        )
     setup_tvm()
     machine = detect()
     target = make_target("native", machine)

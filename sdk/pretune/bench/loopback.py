@@ -124,13 +124,15 @@ class LoopbackFarm:
 class Chaos:
     """Kills, stalls, restarts and resumes servers in turn, one such step whenever `every` trials are done.
 
-    At most two servers are out at a time.
-
     Attributes
     ----------
+    MOST_OUT : int
+        Servers that are out at a time, at most; there must be more.
     log : list of str
         What was done.
     """
+
+    MOST_OUT = 2
 
     def __init__(self, farm: LoopbackFarm, servers: int, every: int) -> None:
         self._farm, self._servers, self._every = farm, servers, every
