@@ -152,7 +152,7 @@ class Walk:
         rows[_INNER] = pick(self.extents, before)
         components = [c for _position, c in self.levels]
         if shape.rank:
-            strides = [[*(abs(_stride(a, c.axis)) for c in components), -1.0] for a in shape.rank]
+            strides = [[*(abs(a.stride(c.axis)) for c in components), -1.0] for a in shape.rank]
             stride = np.array(strides, dtype=np.float32)[:, before[0]]
             rows[_each("inner_stride_0", len(stride), 3)] = stride + 1.0
             rows[_each("inner_broadcast_0", len(stride), 3)] = stride == 0
@@ -166,10 +166,6 @@ class Walk:
         rows[_N["redundancy"]] = np.log2(np.maximum(points[-1] / np.maximum(full, 1.0), 2.0**-8)) * 0.125
         rows[_WALK_LOGS] = log2(rows[_WALK_LOGS])
         return rows
-
-
-def _stride(access: Access, axis: int) -> float:
-    return sum(s * form.get(axis, 0.0) for s, form in zip(access.buffer.strides, access.index, strict=True))
 
 
 def count(holds: np.ndarray) -> np.ndarray:

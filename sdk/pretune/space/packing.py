@@ -80,6 +80,8 @@ def _packing_of(block: Block, write: Access, read: Access, other: Access, lanes:
         fused.insert(0, i)
     if not fused:
         return None
+    # TVM does not see that [x // 784, x % 784 // 28, x % 28] is contiguous: it would store lane by lane.
+    fused = fused[-2:]
     last = axes[fused[-1]]
     stride = read.index[-1].get(_loop(last), 0.0)
     width = math.prod(axes[i].extent for i in fused)
