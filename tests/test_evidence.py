@@ -63,9 +63,11 @@ def data(root):
 @pytest.fixture(scope="module")
 def stores(root, data):
     from pretune_export.dataset import read_machines
+    from pretune_export.encoded import machine_key
     from pretune_export.evidence.stores import load_stores
 
-    targets = {name: machine["target"] for name, machine in read_machines(root / "data").items()}
+    machines = read_machines(root / "data")
+    targets = {machine_key(root / "data", name): machine["target"] for name, machine in machines.items()}
     return load_stores([*data.train, *data.validation], targets, root / "run" / "stores")
 
 
@@ -167,7 +169,7 @@ def test_perfect_and_constant_scores(data):
     found = judge(lambda task: -slowdowns(task), data.validation)
     assert all(found["mean"][f] == pytest.approx(1) for f in ("top1", "top5", "spearman", "weighted_top1"))
     assert found["mean"]["kendall"] > 0.99  # failures are tied
-    assert set(found["machines"]) == {MACHINE} and "segformer" in found["networks"]
+    assert set(found["machines"]) == {f"data/{MACHINE}"} and "segformer" in found["networks"]
     constant = judge(lambda task: np.zeros(len(slowdowns(task))), data.validation)
     assert constant["mean"]["kendall"] == 0 and constant["mean"]["top1"] < 1
 

@@ -293,7 +293,7 @@ def test_torch_and_onnx_score_a_trajectory_alike(made):
         z = net.rollout(z0[batch.origin], batch.types, batch.actions, batch.mask)[-1]
         want = net.ranker(z, batch.summary, batch.hardware)[0].numpy()
     model = WorldModel(load_weights(made / "cpu-x86-64-v3"), 1)
-    start = model.encode(data.train[0].initial)
+    start = model.encode(data.train[0].groups[0].initial)
     np.testing.assert_allclose(start, z0[0].numpy(), atol=1e-4)
     for i in range(len(want)):
         steps = [

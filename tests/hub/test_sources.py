@@ -192,7 +192,7 @@ def test_a_record_that_cannot_be_read_counts_as_not_pulled(server, hub, weights)
     assert [offer.source for offer in offers_here()] == ["wheel"]
     server.requests.clear()
     assert pull_weights(hub, REPO, commit).path == item.path  # the folder is whole: only the record is new
-    assert server.requests == []
+    assert {path for _method, path in server.requests} <= {"/"}  # at most whether the hub answers
     load_weights(item.path)
 
 
