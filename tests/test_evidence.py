@@ -96,7 +96,7 @@ def test_stores_are_extracted_once(root, data, stores):
     other = dataclasses.replace(data.train[0], groups=groups)
     # No process may start.
     again = load_stores(
-        [data.train[0], other], {MACHINE: "", "other": ""}, root / "run" / "stores", processes=0
+        [data.train[0], other], {f"data/{MACHINE}": "", "other": ""}, root / "run" / "stores", processes=0
     )
     keys = [key for group in data.train[0].groups for key in candidate_keys(group)]
     assert set(again) == set(keys) and len(again) == len(keys)
