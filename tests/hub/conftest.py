@@ -39,6 +39,15 @@ def machine(tmp_path, monkeypatch):
     huggingface_hub.utils.disable_progress_bars()
 
 
+@pytest.fixture(autouse=True)
+def wheel(weights, tmp_path_factory, monkeypatch) -> Path:
+    """Of the shipped weights those for AVX-512 alone: there is hardware that they do not cover."""
+    shipped = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(weights, shipped / weights.name)
+    monkeypatch.setattr("pretune.hub.sources.shipped_folder", lambda: shipped)
+    return shipped
+
+
 @pytest.fixture
 def server(tmp_path) -> Iterator[Server]:
     with Server(tmp_path / "server").running() as server:

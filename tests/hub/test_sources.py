@@ -44,9 +44,9 @@ def test_names_of_repositories(monkeypatch):
     assert parse_repo("cpu-x86-64-v4@abc") == ("ours/cpu-x86-64-v4", "abc")
 
 
-def test_the_order(server, hub, folder, weights):
+def test_the_order(server, hub, folder, weights, wheel):
     """The wheel; before it what was pulled, and before that the user's own; what is asked for comes first."""
-    assert find_weights(ZEN4).path == weights
+    assert find_weights(ZEN4).path == wheel / weights.name
     server.publish(REPO, weights)
     item = pull_weights(hub, REPO)
     server.requests.clear()
