@@ -26,6 +26,18 @@ REAL = {"vector": "vector_real", "parallel": "parallel_real"}
 """What the postprocessors decide, and where it stands in the rows of the program they have made."""
 
 
+def nests(encoder, candidate):
+    """Features of the costliest block's nest: from decisions alone, and of the scheduled program."""
+    actions, _summary = encoder.encode([d[None] for d in candidate.decisions])
+    main = [a[0] for s, a in zip(encoder.steps, actions, strict=True) if s.type_id == POSTPROC][-1]
+    state = encode_state(candidate.mod["main"], cores=2)
+    real = next(
+        row for b, row in zip(read_program(candidate.mod["main"]), state.blocks, strict=True)
+        if b.is_reduce and not b.name.endswith("_init")
+    )  # fmt: skip
+    return main, real
+
+
 @pytest.mark.parametrize("mod", [matmul(512, 512, 512), conv2d_relu(64, 64, 56)], ids=["matmul", "conv2d"])
 def test_the_symbolic_nest_is_the_real_one(mod):
     """The costliest block's nest, computed from decisions alone, against the scheduled program's own.
@@ -42,14 +54,7 @@ def test_the_symbolic_nest_is_the_real_one(mod):
             candidate = space.materialise(k, row)
             if candidate is None:
                 continue
-            actions, _summary = encoder.encode([d[None] for d in candidate.decisions])
-            main = [a[0] for s, a in zip(encoder.steps, actions, strict=True) if s.type_id == POSTPROC][-1]
-            real_blocks = read_program(candidate.mod["main"])
-            state = encode_state(candidate.mod["main"], cores=2)
-            real = next(
-                row for b, row in zip(real_blocks, state.blocks, strict=True)
-                if b.is_reduce and not b.name.endswith("_init")
-            )  # fmt: skip
+            main, real = nests(encoder, candidate)
             for name in EXACT:
                 i = NEST.index(name)
                 assert main[i] == pytest.approx(real[STATE_BLOCK.index(name)], abs=1e-4), (name, k, row)
@@ -74,14 +79,7 @@ def test_the_symbolic_nest_of_a_packed_program_is_nearly_always_the_real_one():
             candidate = space.materialise(k, row)
             if candidate is None:
                 continue
-            actions, _summary = encoder.encode([d[None] for d in candidate.decisions])
-            main = [a[0] for s, a in zip(encoder.steps, actions, strict=True) if s.type_id == POSTPROC][-1]
-            real_blocks = read_program(candidate.mod["main"])
-            state = encode_state(candidate.mod["main"], cores=2)
-            real = next(
-                row for b, row in zip(real_blocks, state.blocks, strict=True)
-                if b.is_reduce and not b.name.endswith("_init")
-            )  # fmt: skip
+            main, real = nests(encoder, candidate)
             for name, results in right.items():
                 made = real[STATE_BLOCK.index(REAL.get(name, name))]
                 results.append(abs(main[NEST.index(name)] - made) < 1e-3)

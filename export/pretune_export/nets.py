@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -194,3 +195,22 @@ def load_net(folder: Path) -> WorldModelNet:
     net = WorldModelNet(Sizes(**config["sizes"]))
     net.load_state_dict(load_file(folder / "model.safetensors"))
     return net.eval()
+
+
+@torch.no_grad()
+def outputs_of(folder: Path, inputs: dict[str, dict[str, np.ndarray]]) -> dict[str, list[np.ndarray]]:
+    """What the networks of a weights folder give in torch, for comparison with their ONNX files.
+
+    Parameters
+    ----------
+    folder : pathlib.Path
+    inputs : dict of str to dict
+        Arrays by input name, for each network by its name.
+    """
+    net = load_net(folder)
+    found = {}
+    for part, arrays in inputs.items():
+        outputs = getattr(net, part)(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        found[part] = [output.numpy() for output in outputs]
+    return found

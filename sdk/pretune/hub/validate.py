@@ -179,18 +179,9 @@ def _in_torch(folder: Path, inputs: dict[str, dict[str, np.ndarray]]) -> dict[st
     """Outputs of ``model.safetensors``, by network; None without torch."""
     if importlib.util.find_spec("torch") is None:
         return None
-    import torch
+    from pretune_export.nets import outputs_of
 
-    from pretune_export.nets import load_net
-
-    net = load_net(folder)
-    found = {}
-    for part, arrays in inputs.items():
-        with torch.no_grad():
-            outputs = getattr(net, part)(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        found[part] = [output.numpy() for output in outputs]
-    return found
+    return outputs_of(folder, inputs)
 
 
 def _stored(folder: Path) -> dict[str, list[np.ndarray]]:

@@ -12,7 +12,7 @@ import numpy as np
 from pretune.compat import setup_tvm
 from pretune.hardware.hardware import vector_bits_of
 from pretune.hardware.target import llvm_features
-from pretune.space.packing import find_packing, initial_program, pack, prefix_length
+from pretune.space.packing import find_packing, pack, prefix_length
 from pretune.space.slots import Slot, factorisations
 from pretune.space.trace import sampling_indices, trace_to_json
 
@@ -74,7 +74,12 @@ class DesignSpace:
     """
 
     def __init__(
-        self, mod: tvm.IRModule, schedule: Schedule, postprocs: Sequence[Any], seed: int = 1
+        self,
+        mod: tvm.IRModule,
+        schedule: Schedule,
+        postprocs: Sequence[Any],
+        seed: int = 1,
+        program: tvm.IRModule | None = None,
     ) -> None:
         from tvm.s_tir import Schedule as TVMSchedule
 
@@ -84,7 +89,7 @@ class DesignSpace:
         self._tvm_insts = list(self.trace.insts)
         self.insts: list[Any] = trace_to_json(self.trace)[0]
         self.first = prefix_length(self.insts)
-        self.program = initial_program(mod, self.insts)
+        self.program = mod if program is None else program
         self._sampling = sampling = sampling_indices(self.insts)
         observed = self._probe(TVMSchedule, mod, seed) if sampling else []
         self.slots = tuple(self._slot(n, index, observed) for n, index in enumerate(sampling))
@@ -243,7 +248,7 @@ class TaskSpace:
             for schedule in schedules:
                 whole = packed.copy()
                 schedule.trace.apply_to_schedule(whole, remove_postproc=True)
-                designs.append(DesignSpace(mod, whole, postprocs, seed))
+                designs.append(DesignSpace(mod, whole, postprocs, seed, packed.mod))
         space = cls(mod, target, designs)
         space._contexts = contexts  # The postprocessors hold a raw pointer to theirs.
         return space
