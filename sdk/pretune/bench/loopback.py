@@ -33,7 +33,7 @@ class LoopbackFarm:
     """
 
     def __init__(self, servers: int, *, threads: int = 1) -> None:
-        if importlib.util.find_spec("tornado") is None:
+        if any(importlib.util.find_spec(name) is None for name in ("cloudpickle", "tornado")):
             raise MissingExtraError("TVM's RPC tracker", "bench")
         self.address = RPCAddress(HOST, _free_port(), KEY)
         self._threads = threads
@@ -43,6 +43,7 @@ class LoopbackFarm:
         self._folder = tempfile.TemporaryDirectory(prefix="pretune-loopback-")
         # Each process imports TVM, and that torch where there is one, which takes seconds.
         (Path(self._folder.name) / "torch.py").write_text("raise ImportError('not needed here')\n")
+        self._errors = Path(self._folder.name) / "stderr"
 
     def __enter__(self) -> LoopbackFarm:
         try:
@@ -103,22 +104,29 @@ class LoopbackFarm:
             with contextlib.suppress(MeasureError):
                 if len(Tracker(self.address).summary()[1]) >= count:
                     return
+            if any(process.poll() for process in (self._tracker, *self._processes.values()) if process):
+                raise MeasureError(f"an RPC tracker or server on {HOST} has ended: {self._last_words()}")
             time.sleep(POLL_S)
         raise MeasureError(f"{count} RPC servers on {HOST} have not started in {START_S:.0f} s")
 
+    def _last_words(self) -> str:
+        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
     def _spawn(self, module: str, port: int, *options: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([self._folder.name, *sys.path])
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-m", module, "--host", HOST),
-                *("--port", str(port), "--port-end", str(port + 1), *options),
-            ],
-            env=os.environ | {"PYTHONPATH": path, "TVM_NUM_THREADS": str(self._threads)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with self._errors.open("ab") as errors:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-m", module, "--host", HOST),
+                    *("--port", str(port), "--port-end", str(port + 1), *options),
+                ],
+                env=os.environ | {"PYTHONPATH": path, "TVM_NUM_THREADS": str(self._threads)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
 
 
 class Chaos:
