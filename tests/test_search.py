@@ -9,7 +9,8 @@ from tvm import s_tir, te
 
 from pretune.hardware import detect, hardware_for_target
 from pretune.model import TaskScorer, WorldModel, load_weights
-from pretune.search import TaskSearch, task_search
+from pretune.search import TaskSearch
+from pretune.search import code_size as code_size_module
 from pretune.search.code_size import FAR_COST, MOST_CODE, VECTOR_COST, code_size
 from pretune.space import TaskSpace
 from programs import TARGET, softmax
@@ -46,7 +47,7 @@ def test_the_search_proposes_none_of_much_code(weights, monkeypatch, most):
     drawn = [(k, design.sample(1, rng)[0]) for _ in range(8) for k, design in enumerate(space.spaces)]
     made = [c for c in (space.materialise(k, row) for k, row in drawn) if c is not None]
     assert max(code_size(candidate.mod["main"]) for candidate in made) > 600.0  # there are such
-    monkeypatch.setattr(task_search, "MOST_CODE", most)
+    monkeypatch.setattr(code_size_module, "MOST_CODE", most)
     scorer = TaskScorer(WorldModel(load_weights(weights), 1), space, hardware_for_target(TARGET, detect()))
     proposals = TaskSearch(space, scorer).propose(12)
     sizes = [code_size(proposal.candidate.mod["main"]) for proposal in proposals]

@@ -23,6 +23,7 @@ import tvm
 from pretune.errors import PretuneError
 from pretune.measure import Pool
 from pretune.measure.noise import MAX_DRIFT
+from pretune.search.code_size import builds_for_minutes
 from pretune.space import Candidate, TaskSpace
 from pretune.vector_math import vectorise
 
@@ -293,7 +294,9 @@ def materialise(
     hashes = set(seen)
     for k, row in rows:
         candidate = space.materialise(k, row)
-        if candidate is not None and candidate.shash not in hashes:
+        if candidate is None or candidate.shash in hashes:
+            continue
+        if not builds_for_minutes(candidate.mod, space.target):
             hashes.add(candidate.shash)
             batch.append((candidate, row))
             if len(batch) == wanted:

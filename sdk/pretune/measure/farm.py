@@ -333,7 +333,7 @@ class FarmPool(Pool):
         """Build the calibration kernel, once."""
         if self._fleet.kernel is not None:
             return
-        kernel = self._trial(self._job(worker.calibration_kernel()))
+        kernel = self._trial(self._job(worker.matmul(worker.CALIBRATION)))
         if failed := self._build([kernel]):
             error = failed[kernel.job.index].error
             raise MeasureError(f"the calibration kernel does not build for the target: {error}")

@@ -26,6 +26,7 @@ from pretune.measure.worker import (
     Built,
     Done,
     Drop,
+    Gate,
     Outputs,
     Repeat,
     Reply,
@@ -77,8 +78,9 @@ class RemoteBuilt(Built):
         """Run twice; seconds of the second call."""
         return self.evaluate(args, 1, 1)[0]
 
-    def time(self, args: list[Any], limit: float) -> Done:
-        """As on this machine, in fewer requests."""
+    def time(self, args: list[Any], limit: float, gate: Gate) -> Done:
+        """As on this machine, in fewer requests, and in the belief that the device is quiet."""
+        del gate
         warm = self.call(args)
         if limit < warm < HICCUP_S:
             warm = min(warm, *self.evaluate(args, 1, 2))
@@ -112,6 +114,10 @@ class RemoteWorker(Worker):
                 return self.watched(0.0, lambda: self.calibrate(request))
             case _:
                 return super().handle(request)
+
+    def gate(self, threads: int) -> Gate:
+        """Always open: whether this machine is busy says nothing about the device."""
+        return Gate(lambda: 0.0)
 
     def open(self, request: Open) -> Done:
         """Connect. The server then forks a process for this session, and the guard another one."""

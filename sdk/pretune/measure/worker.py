@@ -39,6 +39,13 @@ FLOOR_S = 20e-6
 """Calls shorter than this are never called slow: a call from Python is too coarse to tell."""
 SPIN_S = 0.005
 """How long TVM's threads spin at most after a call, in seconds, with the spin count that `main` sets."""
+SLOWED = 1.15
+"""Time of the probe over its best at which something else, such as another guest of this host on the other
+hyperthread of a core, takes so much of the machine that a repeat beside it is not to be trusted."""
+PATIENCE_S = 0.5
+"""How long a candidate may wait for the machine to itself, in seconds."""
+CHECK_S = 0.002
+"""Pause between two looks whether it is."""
 _SIGNATURES_KEPT = 4
 _PR_SET_PDEATHSIG = 1
 
@@ -185,6 +192,50 @@ def compiled(text: str, target: Any) -> tuple[Any, Signature]:
     return tvm.compile(mod, target=target), signature
 
 
+class Gate:
+    """Has repeats timed while the cores run at full speed.
+
+    On a host with other guests a core runs at half its speed for up to a second at a time, whenever the other
+    hyperthread of it is busy. Repeats within a few milliseconds then agree, and are wrong.
+
+    Parameters
+    ----------
+    probe : callable
+        Runs a short, fixed piece of work on all threads; its time in seconds.
+    """
+
+    def __init__(self, probe: Callable[[], float]) -> None:
+        self._probe = probe
+        self._best = math.inf
+
+    def is_open(self) -> bool:
+        """Whether the cores run at full speed now, as far as is known."""
+        took = min(self._probe() for _ in range(3))
+        self._best = min(self._best, took)
+        return took <= SLOWED * self._best
+
+    def repeats(
+        self, run: Callable[[], float], count: int, patience: float = PATIENCE_S
+    ) -> tuple[float, ...]:
+        """`count` results of `run`, all at full speed; once `patience` (s) is used up, whatever there is."""
+        trusted: list[float] = []
+        doubtful: list[float] = []
+        end = time.perf_counter() + patience
+        ready = self.is_open()
+        while len(trusted) < count:
+            late = time.perf_counter() > end
+            if ready or late:
+                result = run()
+                ready = self.is_open() and ready
+                (trusted if ready else doubtful).append(result)
+                if late and len(trusted) + len(doubtful) >= count:
+                    break
+            else:
+                time.sleep(CHECK_S)
+                ready = self.is_open()
+        return tuple(trusted or doubtful)
+
+
 class Built:
     """A compiled candidate, ready to run."""
 
@@ -209,10 +260,10 @@ class Built:
         timer = self.module.time_evaluator("main", self.device, number=number, repeat=repeat)
         return tuple(map(float, timer(*args).results))
 
-    def time(self, args: list[Any], limit: float) -> Done:
+    def time(self, args: list[Any], limit: float, gate: Gate) -> Done:
         """Time it: a cold call, a warm one that decides, then `REPEATS` repeats of `REPEAT_S`.
 
-        Ordinary candidates take under 50 ms in all, slow ones two to four calls.
+        Ordinary candidates take under 50 ms in all on a quiet machine, slow ones two to four calls.
         """
         cold = self.call(args)
         if cold > max(limit, 1.0):
@@ -229,7 +280,8 @@ class Built:
                 spent += latencies[-1]
             return Done(latencies=tuple(latencies), number=1)
         number = max(1, round(REPEAT_S / warm))
-        return Done(latencies=self.evaluate(args, number, REPEATS), number=number)
+        latencies = gate.repeats(lambda: self.evaluate(args, number, 1)[0], REPEATS)
+        return Done(latencies=latencies, number=number)
 
 
 class Worker:
@@ -253,6 +305,16 @@ class Worker:
         self.built: dict[int, Built] = {}
         self.arguments: OrderedDict[Any, list[Any]] = OrderedDict()
         self.kernel: Built | None = None
+        self.gates: dict[int, Gate] = {}
+
+    def gate(self, threads: int) -> Gate:
+        """The gate of candidates that run on so many threads."""
+        if threads not in self.gates:
+            probe = self.build(matmul(PROBE))
+            args = self.arrays(probe)
+            probe.run(args)
+            self.gates[threads] = Gate(lambda: probe.call(args))
+        return self.gates[threads]
 
     def use_threads(self, count: int) -> None:
         """Have candidates run on `count` threads."""
@@ -312,7 +374,7 @@ class Worker:
                 built = self.built.pop(request.index)
                 args = self.arrays(built)
                 with self.pinned():
-                    done = built.time(args, request.limit)
+                    done = built.time(args, request.limit, self.gate(self.num_threads))
                     if request.serial and not done.stopped_early:
                         done.serial_latencies = self.time_serially(built, args, request.limit)
                     return done
@@ -324,24 +386,27 @@ class Worker:
                     if number == 0:
                         built.call(args)
                         number = max(1, round(REPEAT_S / built.call(args)))
-                    return Done(latencies=built.evaluate(args, number, 1), number=number)
+                    gate = self.gate(self.num_threads)
+                    latencies = gate.repeats(lambda: built.evaluate(args, number, 1)[0], 1)
+                    return Done(latencies=latencies, number=number)
             case Outputs():
                 return self.outputs(request)
             case Drop():
                 self.built.pop(request.index, None)
                 return Done()
             case Calibrate():
-                if self.kernel is None:
-                    self.kernel = self.build(calibration_kernel())
-                args = self.arrays(self.kernel)
+                kernel = self.kernel = self.kernel or self.build(matmul(CALIBRATION))
+                args = self.arrays(kernel)
                 with self.pinned():
-                    return Done(latencies=self.kernel.evaluate(args, 1, 60), number=1)
+                    gate = self.gate(self.num_threads)
+                    latencies = gate.repeats(lambda: min(kernel.evaluate(args, 1, 12)), 5, 4 * PATIENCE_S)
+                    return Done(latencies=latencies, number=1)
 
     def time_serially(self, built: Built, args: list[Any], limit: float) -> tuple[float, ...]:
         """Latencies on one thread; `limit` is that of all threads."""
         self.use_threads(1)
         try:
-            return built.time(args, limit * self.num_threads).latencies
+            return built.time(args, limit * self.num_threads, self.gate(1)).latencies
         finally:
             self.use_threads(self.num_threads)
 
@@ -363,12 +428,15 @@ class Worker:
         return Done(arrays=tuple(arrays))
 
 
-def calibration_kernel() -> str:
-    """A fixed 384x384x384 float32 matmul, tiled, vectorised, on all threads: JSON of its module."""
+CALIBRATION, PROBE = 384, 96
+"""Sizes of the matmuls that tell how fast the machine is: in general, and right now."""
+
+
+def matmul(n: int) -> str:
+    """A fixed float32 matmul of n x n, tiled, vectorised, on all threads: JSON of its module."""
     import tvm
     from tvm import s_tir, te
 
-    n = 384
     a: Any = te.placeholder((n, n), "float32", name="A")
     b: Any = te.placeholder((n, n), "float32", name="B")
     k = te.reduce_axis((0, n), name="k")

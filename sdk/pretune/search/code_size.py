@@ -20,6 +20,19 @@ of them are larger, and so is one of the 1 063 within 10 % of the best of their 
 Of 8 on other tasks that took longer than 6 s, 3 are larger, and so is one of 431 good ones."""
 
 
+def builds_for_minutes(mod: Any, target: Any) -> bool:
+    """Whether LLVM may take minutes for a candidate: those are never proposed, nor measured to train on.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        As materialised.
+    target : tvm.target.Target
+    """
+    kind: Any = target.kind  # TVM annotates it as a string
+    return kind.name == "llvm" and code_size(mod["main"]) > MOST_CODE
+
+
 def code_size(func: Any) -> float:
     """Weighted number of operations that LLVM sees, once loops are unrolled.
 

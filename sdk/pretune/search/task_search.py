@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretune.search.adapt import Posterior
-from pretune.search.code_size import MOST_CODE, code_size
+from pretune.search.code_size import builds_for_minutes
 
 if TYPE_CHECKING:
     from pretune.model.scorer import TaskScorer
@@ -78,7 +78,7 @@ class TaskSearch:
     -----
     The loop is ``propose`` -> measure -> ``update`` -> ``propose`` ... Each proposal scores `POPULATION`
     random decision vectors and ``GENERATIONS * CHILDREN`` mutations and crossovers of the best, trials
-    included. What LLVM would take minutes to build (`code_size`) is never proposed.
+    included. What LLVM would take minutes to build (`builds_for_minutes`) is never proposed.
     """
 
     def __init__(self, space: TaskSpace, scorer: TaskScorer, *, seed: int = 0) -> None:
@@ -134,7 +134,7 @@ class TaskSearch:
                     continue
                 self._tried[k].add(row.tobytes())
                 candidate = self.space.materialise(k, row)
-                if candidate is None or candidate.shash in self._seen or self._builds_for_minutes(candidate):
+                if candidate is None or candidate.shash in self._seen or self._too_large(candidate):
                     failures += 1
                     continue
                 score, features = float(pools[k].score[i]), pools[k].features[i]
@@ -151,9 +151,8 @@ class TaskSearch:
                 chosen[k].append(row)
                 out.append(Proposal(candidate, row, score, features))
 
-    def _builds_for_minutes(self, candidate: Candidate) -> bool:
-        kind: Any = self.space.target.kind  # TVM annotates it as a string
-        return kind.name == "llvm" and code_size(candidate.mod["main"]) > MOST_CODE
+    def _too_large(self, candidate: Candidate) -> bool:
+        return builds_for_minutes(candidate.mod, self.space.target)
 
     def update(self, proposals: list[Proposal], latencies: list[float]) -> None:
         """Learn from trials: seconds per candidate, infinite for one that failed."""
