@@ -23,6 +23,7 @@ from tvm import s_tir, te
 
 from pretune.errors import MeasureError
 from pretune.measure import MeasurePool, difference
+from pretune.measure.worker import Gate
 
 TARGET = {"kind": "llvm", "num-cores": 2}
 
@@ -213,6 +214,20 @@ def test_timing_threads_have_a_core_each(shared: MeasurePool) -> None:
 def test_calibration_is_repeatable(shared: MeasurePool) -> None:
     first, second = shared.calibrate(), shared.calibrate()
     assert 1e-4 < first < 1.0 and 0.1 < first / second < 10
+
+
+def test_repeats_beside_something_else_do_not_count() -> None:
+    probes = iter([1.0] * 3 + [2.0] * 9 + [1.0] * 99)  # full speed, then half of it for three looks
+    runs = iter([2.0, 1.1, 1.0, 1.2])
+    gate = Gate(lambda: next(probes))
+    assert gate.repeats(lambda: next(runs), 3, patience=60.0) == (1.1, 1.0, 1.2)
+
+
+def test_repeats_on_a_machine_that_stays_busy_end() -> None:
+    probes = iter([1.0] * 3)
+    gate = Gate(lambda: next(probes, 2.0))
+    assert gate.is_open()
+    assert gate.repeats(lambda: 5.0, 3, patience=0.05) == (5.0, 5.0, 5.0)
 
 
 def test_nothing_is_timed_while_something_builds() -> None:
