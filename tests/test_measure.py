@@ -118,7 +118,7 @@ def test_latencies_are_plausible_and_ordered(shared: MeasurePool) -> None:
     naive, good = shared.measure([matmul(256), tiled(256)], on_result=lambda at, _: seen.append(at))
     assert sorted(seen) == [0, 1]
     assert naive.ok and good.ok and naive.error == good.error == ""
-    assert len(good.latencies) == 3 and good.latency == min(good.latencies)
+    assert 1 <= len(good.latencies) <= 3 and good.latency == min(good.latencies)
     assert 1e-5 < good.latency < naive.latency < 5.0  # 33 million float operations
     assert good.build_s > 0 and good.run_s > 3 * good.latency
 
@@ -128,7 +128,7 @@ def test_a_slow_candidate_is_stopped_early(shared: MeasurePool) -> None:
     assert slow.stopped_early and len(slow.latencies) == 1
     assert good.stopped_early
     (good,) = shared.measure([tiled(256)], best=10.0)
-    assert not good.stopped_early and len(good.latencies) == 3
+    assert not good.stopped_early and good.ok
 
 
 def test_one_build_gives_a_latency_on_one_thread_too(shared: MeasurePool) -> None:
