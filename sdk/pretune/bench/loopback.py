@@ -20,10 +20,20 @@ from pretune.measure.tracker import Tracker
 
 HOST, KEY = "127.0.0.1", "loopback"
 START_S, POLL_S = 120.0, 0.5
+SITE = """\
+import ctypes, os, signal, sys
+sys.modules["torch"] = None  # `import tvm` would spend seconds importing it
+prctl, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+def end_with_parent():
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+os.register_at_fork(after_in_child=end_with_parent)
+end_with_parent()
+"""
+"""``sitecustomize.py`` of the tracker, the servers and all that they start: Python runs it first."""
 
 
 class LoopbackFarm:
-    """A tracker and some servers, numbered from 0, until the ``with`` block ends.
+    """A tracker and some servers, numbered from 0, until the ``with`` block ends, or the thread that started them.
 
     Parameters
     ----------
@@ -41,8 +51,7 @@ class LoopbackFarm:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._tracker: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="pretune-loopback-")
-        # Each process imports TVM, and that torch where there is one, which takes seconds.
-        (Path(self._folder.name) / "torch.py").write_text("raise ImportError('not needed here')\n")
+        (Path(self._folder.name) / "sitecustomize.py").write_text(SITE)
         self._errors = Path(self._folder.name) / "stderr"
 
     def __enter__(self) -> LoopbackFarm:

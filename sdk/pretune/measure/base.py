@@ -23,6 +23,8 @@ SLOW_FACTOR = 4.0
 MAX_WORKERS = 16
 
 OnResult = Callable[[int, Measured], None]
+Request = Callable[[Job], worker.Time]
+Finish = Callable[[Job, Measured], None]
 
 
 class Pool(abc.ABC):
@@ -59,7 +61,6 @@ class Pool(abc.ABC):
     def close(self) -> None:
         """End its processes."""
 
-    @abc.abstractmethod
     def measure(
         self,
         candidates: Sequence[tvm.IRModule | str],
@@ -89,6 +90,28 @@ class Pool(abc.ABC):
         list of Measured
             In the order of `candidates`.
         """
+        results: dict[int, Measured] = {}
+        jobs = [self._job(candidate) for candidate in candidates]
+        position = {job.index: at for at, job in enumerate(jobs)}
+
+        def request(job: Job) -> worker.Time:
+            limit = worker.ABSOLUTE_LIMIT_S if best is None else best * slow_factor
+            return worker.Time(job.index, limit, serial)
+
+        def finish(job: Job, result: Measured) -> None:
+            nonlocal best
+            results[position[job.index]] = result
+            if best is not None:
+                best = min(best, result.latency)
+            if on_result is not None:
+                on_result(position[job.index], result)
+
+        self._measure(jobs, request, finish)
+        return [results[at] for at in range(len(jobs))]
+
+    @abc.abstractmethod
+    def _measure(self, jobs: Sequence[Job], request: Request, finish: Finish) -> None:
+        """Build and time candidates; `request` is made of each when it is timed, `finish` called once for each."""
 
     @abc.abstractmethod
     def interleave(self, candidates: Sequence[tvm.IRModule | str], *, rounds: int = 5) -> list[Measured]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from pretune import env
 from pretune.errors import EnvironmentFaultError, MeasureError, one_line
-from pretune.measure import remote, worker
-from pretune.measure.base import MAX_WORKERS, SLOW_FACTOR, OnResult, Pool, timed
+from pretune.measure import base, remote, worker
+from pretune.measure.base import MAX_WORKERS, Pool, timed
 from pretune.measure.fleet import STALL_S, TOLERANCE, WAIT_S, Device, Fleet, Session, Trial
 from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess
 from pretune.measure.result import ErrorKind, Measured
@@ -119,33 +119,8 @@ class FarmPool(Pool):
 
     # What the pool is for
 
-    def measure(
-        self,
-        candidates: Sequence[tvm.IRModule | str],
-        *,
-        best: float | None = None,
-        slow_factor: float = SLOW_FACTOR,
-        serial: bool = False,
-        on_result: OnResult | None = None,
-    ) -> list[Measured]:
-        results: dict[int, Measured] = {}
-        jobs = [self._job(candidate) for candidate in candidates]
-        position = {job.index: at for at, job in enumerate(jobs)}
-
-        def request(job: Job) -> worker.Time:
-            limit = worker.ABSOLUTE_LIMIT_S if best is None else best * slow_factor
-            return worker.Time(job.index, limit, serial)
-
-        def finish(job: Job, result: Measured, _answer: Answer) -> None:
-            nonlocal best
-            results[position[job.index]] = result
-            if best is not None:
-                best = min(best, result.latency)
-            if on_result is not None:
-                on_result(position[job.index], result)
-
-        self._run(jobs, request, finish)
-        return [results[at] for at in range(len(jobs))]
+    def _measure(self, jobs: Sequence[Job], request: base.Request, finish: base.Finish) -> None:
+        self._run(jobs, request, lambda job, result, _answer: finish(job, result))
 
     def interleave(self, candidates: Sequence[tvm.IRModule | str], *, rounds: int = 5) -> list[Measured]:
         trials = [self._trial(self._job(candidate)) for candidate in candidates]

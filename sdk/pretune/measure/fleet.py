@@ -38,8 +38,9 @@ STALL_S = 10.0
 """A device ends a candidate at its deadline by itself; so many seconds later, it is taken as stalled."""
 
 POLL_S = 0.5
-LONGEST_ABSENCE_S = 60.0
-"""A device that fails again and again is left alone for this long at most, in seconds."""
+LONGEST_ABSENCE_S = 240.0
+"""A device that fails again and again is left alone for this long at most, in seconds: less than `WAIT_S`, so
+that a run does not end before the last one was looked at again."""
 _MAX_START_FAILURES = 3
 
 
@@ -242,7 +243,12 @@ class Fleet:
             return
         self._next_poll = now + POLL_S
         with contextlib.suppress(MeasureError):  # The tracker may come back; devices in use do not need it.
-            free, _ = self._tracker.summary()
+            free, servers = self._tracker.summary()
+            # The tracker gives any server. While the free ones can only be such as are set aside, leave them
+            # to others: a server that is taken in vain is free again only after some seconds.
+            known = [one.device for one in held if one.device]
+            known += [device for device in self.devices.values() if now < device.away_until]
+            free = min(free, len({*servers} - {device.address for device in known}))
             spare = [one for one in sessions if one.device is None]
             for _ in range(min(free, lacking) - len(spare)):
                 self.processes.append(Session(self._target, self._num_threads))

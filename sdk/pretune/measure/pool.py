@@ -16,7 +16,7 @@ import numpy as np
 from pretune import env
 from pretune.errors import MeasureError
 from pretune.measure import worker
-from pretune.measure.base import MAX_WORKERS, SLOW_FACTOR, OnResult, Pool, timed
+from pretune.measure.base import MAX_WORKERS, Finish, Pool, Request, timed
 from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess, kill_all, wait_any
 from pretune.measure.result import ErrorKind, Measured
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _MAX_START_FAILURES = 3  # in a row: then it is the installation, not a candidate
 _MAX_IDLE_DEATHS = 10  # in a row: then something outside kills the workers
-
-Finish = Callable[[Job, Measured], None]
 
 
 class MeasurePool(Pool):
@@ -90,49 +88,33 @@ class MeasurePool(Pool):
 
     # What the pool is for
 
-    def measure(
-        self,
-        candidates: Sequence[tvm.IRModule | str],
-        *,
-        best: float | None = None,
-        slow_factor: float = SLOW_FACTOR,
-        serial: bool = False,
-        on_result: OnResult | None = None,
-    ) -> list[Measured]:
-        results: dict[int, Measured] = {}
-        jobs = [self._job(candidate) for candidate in candidates]
-        position = {job.index: at for at, job in enumerate(jobs)}
+    def _measure(self, jobs: Sequence[Job], request: Request, finish: Finish) -> None:
+        finished: set[int] = set()
 
-        def finish(job: Job, result: Measured) -> None:
-            nonlocal best
-            results[position[job.index]] = result
-            if best is not None:
-                best = min(best, result.latency)
-            if on_result is not None:
-                on_result(position[job.index], result)
+        def done(job: Job, result: Measured) -> None:
+            finished.add(job.index)
+            finish(job, result)
 
         pending, room = deque(jobs), self.batch
         with self._kill_on_error():
             while pending:
                 batch = [pending.popleft() for _ in range(min(room, len(pending)))]
-                self._build(batch, finish)
+                self._build(batch, done)
                 with self._quiet():
                     for one in list(self._workers):
                         time.sleep(worker.SPIN_S)
                         for job, build_s in list(one.built.values()):
-                            limit = worker.ABSOLUTE_LIMIT_S if best is None else best * slow_factor
-                            answer = self._call(one, worker.Time(job.index, limit, serial), self.run_timeout)
+                            answer = self._call(one, request(job), self.run_timeout)
                             if answer is None:  # it had died before: what it had built is lost
                                 break
-                            finish(job, timed(answer, build_s))
+                            done(job, timed(answer, build_s))
                             one.built.pop(job.index)
                             if not one.alive:
                                 break
-                lost = [job for job in batch if position[job.index] not in results]
+                lost = [job for job in batch if job.index not in finished]
                 pending.extendleft(reversed(lost))
                 # Where many candidates kill their workers, build fewer at once: fewer are built twice.
                 room = max(self.size, room // 4) if lost else min(self.batch, room * 2)
-        return [results[at] for at in range(len(jobs))]
 
     def interleave(self, candidates: Sequence[tvm.IRModule | str], *, rounds: int = 5) -> list[Measured]:
         jobs = [self._job(candidate) for candidate in candidates]
