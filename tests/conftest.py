@@ -17,6 +17,13 @@ def _no_weights_of_the_user(tmp_path_factory):
         yield
 
 
+@pytest.fixture
+def few_rounds(monkeypatch):
+    """Winners are timed in two rounds of turns: more are no other test, but take long on a busy machine."""
+    for name in ("tuning.FINAL_ROUNDS", "bench.row.ROUNDS"):
+        monkeypatch.setattr(f"pretune.{name}", 2)
+
+
 @pytest.fixture(scope="session")
 def weights() -> Path:
     """The shipped weights."""

@@ -19,6 +19,8 @@ from pretune.cli import DEMO, main
 from pretune.errors import InputError
 from pretune.records import RecordLog, RunFolder
 
+pytestmark = pytest.mark.usefixtures("few_rounds")
+
 SDK = str(Path(__file__).parents[1] / "sdk")
 
 MATMUL = """
@@ -53,6 +55,15 @@ def matmul(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("program") / "matmul.py"
     path.write_text(MATMUL)
     return path
+
+
+@pytest.fixture(scope="module")
+def weights() -> Path:
+    """The shipped weights that cover this machine: with others comes a notice."""
+    from pretune.hardware import detect
+    from pretune.hub.sources import find_weights
+
+    return find_weights(detect()).path
 
 
 def pretune(*args, cwd: Path, prefix=(), boot: str = "pass") -> subprocess.Popen:
@@ -288,8 +299,8 @@ def test_trials_that_an_earlier_run_made_are_not_made_again(tuned, matmul, weigh
     out = shutil.copytree(tuned[0], tmp_path / "out")
     before = (out / "records.jsonl").read_bytes()
     args = ("tune", matmul, "--trials", TRIALS + 2, "--weights", weights, "--out", out, "--quiet")
-    status, _out, err = finish(pretune(*args, cwd=out))
-    assert status == 0 and err == ""
+    result = CliRunner().invoke(main, list(map(str, args)))
+    assert result.exit_code == 0 and result.stderr == ""
     assert (out / "records.jsonl").read_bytes().startswith(before)
     records = [r for r in RecordLog(out / "records.jsonl").load() if r.kind == "trial"]
     assert [r.trial for r in records] == list(range(TRIALS + 3))
@@ -345,7 +356,7 @@ def test_rank_refuses(tuned, matmul, weights, tmp_path):
     assert "line 1: the trace does not apply to" in line
 
 
-def test_interrupted_and_resumed(tmp_path, matmul, weights):
+def test_interrupted_and_resumed(tmp_path, matmul, weights, monkeypatch):
     log = tmp_path / "out" / "records.jsonl"
     args = ("tune", matmul, "--weights", weights, "--out", "out", "--trials")
     process = pretune(*args, 500, cwd=tmp_path)
@@ -364,32 +375,35 @@ def test_interrupted_and_resumed(tmp_path, matmul, weights):
     count = before.count(b"\n")
     assert before.endswith(b"\n") and 3 <= count < 500 and f"({count} records)" in last
 
-    status, out, err = finish(pretune(*args, count, "--json", cwd=tmp_path))  # one more than was measured
-    assert status == 0, err
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, [*map(str, args), str(count), "--json"])  # one more than was measured
+    assert result.exit_code == 0, result.stderr
     assert log.read_bytes().startswith(before)
     trials = [record.trial for record in RecordLog(log).load() if record.kind == "trial"]
-    assert trials == list(range(count + 1)) and json.loads(out)["tasks"][0]["trials"] == count
+    assert trials == list(range(count + 1)) and json.loads(result.stdout)["tasks"][0]["trials"] == count
 
 
 def test_when_nothing_can_be_tuned(tmp_path, weights):
     # Reads far outside its buffer: every candidate's worker dies, and so does the untuned program's.
     path = tmp_path / "crash.py"
     path.write_text(MATMUL.replace("B[vk, vj]", "B[vk * 1000000, vj]"))
-    args = ("tune", path, "--weights", weights, "--out", "out", "--trials", 1, "--json", "--quiet")
-    status, out, err = finish(pretune(*args, cwd=tmp_path))
-    assert (status, out) == (7, "")
-    assert "error: none of 1 tasks could be tuned; matmul: " in err and "SIGSEGV" in err
+    args = ("tune", path, "--weights", weights, "--out", tmp_path / "out", "--trials", 1, "--json", "--quiet")
+    result = CliRunner().invoke(main, list(map(str, args)))
+    assert (result.exit_code, result.stdout) == (7, "")
+    assert "error: none of 1 tasks could be tuned; matmul: " in result.stderr and "SIGSEGV" in result.stderr
 
 
-def test_the_demo_without_measuring(tmp_path, weights):
+def test_the_demo_without_measuring(tmp_path, weights, monkeypatch):
     import onnxruntime
 
     from pretune.compile import run_program
 
-    args = ("tune", "--demo", "--trials", 0, "--weights", weights, "--json")
-    status, out, err = finish(pretune(*args, cwd=tmp_path))
-    assert status == 0, err
-    found = json.loads(out)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(
+        main, ["tune", "--demo", "--trials", "0", "--weights", str(weights), "--json"]
+    )
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
     assert {task["chosen_by"] for task in found["tasks"]} <= {"model", "only", "default"}
     assert all(task["best"] is None and task["trials"] == 0 for task in found["tasks"])
     assert found["library"] == "pretune-demo/model.so", found["notices"]
@@ -429,7 +443,7 @@ print(sorted({"tvm", "torch", "onnx", "onnxruntime", "numpy", "rich"} & set(sys.
 
 def test_tune_is_a_function_whatever_was_imported_before():
     code = "import pretune; pretune.load; import pretune.tuning, pretune.cli; assert callable(pretune.tune)"
-    python(code)
+    python(f"import sys; sys.modules['torch'] = None; {code}")
 
 
 SUITE = """

@@ -21,12 +21,13 @@ def taken(count):
     from pretune_export.networks import CorpusTask
 
     tasks, spaces, rows, machines = read_parquet(PUBLISHED)
+    measured_here = {row["task"] for row in rows[MACHINE]}
     chosen = [
         CorpusTask(
             t["id"], tuple(t["networks"]), tuple(t["weights"]), t["split"], t["name"], 1,
             json.loads(t["shapes"]), t["flops"], 1, t["mod"],
         )
-        for t in list(tasks.values())[:count]
+        for t in [task for task in tasks.values() if task["id"] in measured_here][:count]
     ]  # fmt: skip
     ids = {t.id for t in chosen}
     machine = {**machines[MACHINE], "name": "one"}

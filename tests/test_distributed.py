@@ -47,8 +47,8 @@ def test_two_processes_train_as_one(root, tmp_path):
     from pretune_export.train import load_best, train
 
     one, many = tmp_path / "one", tmp_path / "many"
-    best = train(config_of(root), one)
     done = torchrun(root, many, 2)
+    best = train(config_of(root), one, cache=many / "encoded.pickle")
     assert "processes: 2" in done.stdout
     # Only the first process speaks and writes.
     assert done.stdout.count("training tasks with") == 1

@@ -15,11 +15,13 @@ import pytest
 import tvm
 from click.testing import CliRunner
 
+from pretune.measure import RPCAddress
 from programs import TARGET, matmul
 
 torch = pytest.importorskip("torch")
 
 TRIALS = 48
+NO_FARM = RPCAddress("127.0.0.1", 1, "key")
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def test_training_started_from_the_base(killed, finished):
 def test_only_better_weights_are_registered_and_then_used(finished, monkeypatch, tmp_path):
     from pretune.hardware import detect, hardware_for_target
     from pretune.hub.sources import find_weights
-    from pretune_export.finetune.register import register
+    from pretune_export.finetune.register import register, used_by
 
     result, _seen = finished
     assert result.kept == (result.registered is not None and result.registered.is_dir())
@@ -143,6 +145,10 @@ def test_only_better_weights_are_registered_and_then_used(finished, monkeypatch,
     for _again in range(2):  # the second time they take the place of the first
         place = register(result.weights, "mine")
         assert find_weights(hardware).path == place
+    assert used_by(place, hardware, []) == "pretune tune"
+    older = hardware_for_target(tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v2"}), detect())
+    told = f"pretune tune --weights {place} with the same --target and --rpc-tracker"
+    assert used_by(place, older, ["--target", "--rpc-tracker"]) == told
     assert [p.name for p in place.parent.iterdir()] == ["mine"]
     assert [p.name for p in place.parents[1].iterdir()] == ["weights"]
 
@@ -158,6 +164,13 @@ def test_a_finished_run_is_not_done_again(killed, finished, programs, weights):
         pretune.finetune(**options(programs, out, weights) | {"trials": 64})
     with pytest.raises(pretune.errors.OptionError, match=r"shapes: \{\}"):
         pretune.finetune(**options(programs, out, weights), shapes={"x": (1, 3)})
+    with pytest.raises(pretune.errors.OptionError, match="farm: False"):
+        pretune.finetune(**options(programs, out, weights), rpc=NO_FARM)
+    before = programs[1].read_text()
+    programs[1].write_text(programs[0].read_text())
+    with pytest.raises(pretune.errors.OptionError, match=r"\(\S*p1.json had other tasks\)"):
+        pretune.finetune(**options(programs, out, weights))
+    programs[1].write_text(before)
 
 
 def test_a_task_that_was_killed_with_its_share_does_not_end_the_run(killed, weights, tmp_path):
@@ -175,16 +188,16 @@ def test_a_task_that_was_killed_with_its_share_does_not_end_the_run(killed, weig
 
     def measured(pool):
         collector = Collector(target, tmp_path, CollectOptions(), pool)
-        return Measurer(collector, model, hardware, 0, lambda *_: None).run(tasks, Budget(8))
+        return Measurer(collector, model, hardware, 0, lambda *_: None).run(tasks, Budget(2))
 
     with MeasurePool(target) as pool:
-        assert measured(pool) == 8
+        assert measured(pool) == 2
         file = tmp_path / "measured.jsonl"
         first = [line for line in file.open() if json.loads(line)["task"] == tasks[0].id]
-        assert len(first) == 4
+        assert len(first) == 1
         file.write_text("".join(first))
         (tmp_path / "done.jsonl").unlink()
-        assert measured(pool) == 8
+        assert measured(pool) == 2
 
 
 def test_training_that_ran_out_of_time_is_not_taken_up_again(killed, finished, tmp_path, monkeypatch):
@@ -242,6 +255,16 @@ def test_a_dead_pool_says_what_is_kept(programs, weights, tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "executable", str(broken))
     with pytest.raises(MeasureError, match=r"keeps the 0 schedules .* the same command resumes"):
         pretune.finetune(**options(programs, tmp_path / "out", weights))
+
+
+def test_the_target_describes_the_devices_of_a_farm(programs, tmp_path):
+    import pretune
+
+    target = "llvm -mcpu=cannonlake -num-cores 2"
+    with pytest.raises(pretune.errors.MeasureError, match="no RPC tracker"):
+        pretune.finetune(programs, target=target, trials=TRIALS, out=tmp_path / "out", rpc=NO_FARM)
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan["base_why"] == "compatible: same instruction set level x86-64-v4"
 
 
 def test_without_torch_the_install_line_comes_first(tmp_path, monkeypatch):

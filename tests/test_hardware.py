@@ -462,6 +462,8 @@ def test_hardware_as_a_target_restricts_it(zen4):
     assert (
         hardware_for_target(make_target("llvm -mcpu=znver4 -vector-width=256", zen4), zen4).vector_bits == 256
     )
+    devices = hardware_for_target(make_target("llvm -mcpu=haswell", zen4), zen4, here=False)
+    assert (devices.microarch, devices.vendor, devices.isa_level) == ("haswell", "unknown", "x86-64-v3")
     # LLVM's znver4 has all that this machine shows.
     assert hardware_for_target(make_target("native", zen4), zen4) == zen4
 

@@ -65,12 +65,12 @@ def main() -> None:
     """Collect measurements, train world models and publish their weights."""
 
 
-def _target(spec: str) -> tuple[Any, Any]:
+def _target(spec: str, *, here: bool = True) -> tuple[Any, Any]:
     from pretune.hardware import detect, hardware_for_target, make_target
 
     machine = detect()
     target = make_target(spec, machine)
-    return target, hardware_for_target(target, machine)
+    return target, hardware_for_target(target, machine, here=here)
 
 
 @main.command()
@@ -144,7 +144,7 @@ def collect(
     from pretune_export.collect import CollectOptions, Collector, model_proposals, with_choice
     from pretune_export.networks import load_corpus
 
-    made, hardware = _target(target)
+    made, hardware = _target(target, here=rpc is None)
     tasks = list(load_corpus(corpus_file))
     random.Random(seed).shuffle(tasks)
     if limit or min_space:

@@ -18,6 +18,9 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         The instruction set level that the weights are for; by default the lowest of the datasets. What was
         measured at other levels is trained on too, but chooses no epoch.
     epochs, tasks_per_batch, candidates_per_task : int
+    least_steps : int
+        Of the optimiser: where few tasks make few steps an epoch, there are more epochs than `epochs`, and
+        validation is as much rarer.
     learning_rate, weight_decay : float
     states_per_candidate : int
         Real intermediate states per trajectory, beside the final one.
@@ -46,6 +49,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     epochs: int = 40
     tasks_per_batch: int = 8
     candidates_per_task: int = 48
+    least_steps: int = 0
     learning_rate: float = 2e-3
     weight_decay: float = 1e-4
     states_per_candidate: int = 2

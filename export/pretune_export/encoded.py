@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pretune.errors import OptionError
 from pretune.features.schema import SCHEMA_VERSION
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import TaskData, dataset_files, group_candidates, read_parquet
+from pretune_export.processes import map_in_processes
 from pretune_export.trajectories import Replayer, choose_steps
 
 
@@ -143,43 +143,51 @@ def _encode(config: TrainConfig, processes: int) -> Data:
                 machine["isa_level"],
             )
         jobs.append((task, spaces, by_machine, machines, config))
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for n, made in enumerate(pool.imap_unordered(_prepare, jobs, chunksize=4)):
-            for task in made:
-                if sum(int(np.isfinite(g.latency).sum()) for g in task.groups) < 2:
-                    continue  # Nothing to rank.
-                getattr(data, task.split).append(task)
-            if n % 100 == 0:
-                print(f"encoded {n}/{len(jobs)} tasks", flush=True)
+    for n, made in enumerate(map_in_processes(_prepare, jobs, processes)):
+        for task in made:
+            if sum(int(np.isfinite(g.latency).sum()) for g in task.groups) < 2:
+                continue  # Nothing to rank.
+            getattr(data, task.split).append(task)
+        if n % 100 == 0:
+            print(f"encoded {n}/{len(jobs)} tasks", flush=True)
     for split in (data.train, data.validation, data.test):
         split.sort(key=lambda t: (t.task, t.groups[0].machine))
     return data
 
 
-def _choose_tasks(config: TrainConfig) -> list[tuple[dict, list, dict[str, list[dict]], dict[str, dict]]]:
-    """Tasks of all datasets with design spaces, rows by machine, and machines; no task is in two splits."""
-    found = []
+Job = tuple[dict, list, dict[str, list[dict]], dict[str, dict]]
+"""A task, its design spaces, its rows by machine, and all machines."""
+
+
+def _read_tasks(folder: str) -> Iterator[Job]:
+    """The measured tasks of a dataset folder."""
+    tasks, spaces, rows, machines = read_parquet(Path(folder))
+    rows = {machine_key(folder, name): members for name, members in rows.items()}
+    machines = {machine_key(folder, name): machine for name, machine in machines.items()}
+    by_task: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    for machine, members in rows.items():
+        for row in members:
+            by_task[row["task"]][machine].append(row)
+    for name, by_machine in by_task.items():
+        if name in tasks:
+            yield tasks[name], spaces[name], dict(by_machine), machines
+
+
+def _choose_tasks(config: TrainConfig) -> list[Job]:
+    """Tasks of all datasets; none is in two splits."""
+    found: list[Job] = []
     ids: dict[str, set[str]] = {"train": set(), "validation": set(), "test": set()}
     roles = {"datasets": config.datasets, "test_datasets": config.test_datasets}
     for role, folder in ((role, folder) for role, folders in roles.items() for folder in folders):
-        tasks, spaces, rows, machines = read_parquet(Path(folder))
-        rows = {machine_key(folder, name): members for name, members in rows.items()}
-        machines = {machine_key(folder, name): machine for name, machine in machines.items()}
-        by_task: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
-        for machine, members in rows.items():
-            for row in members:
-                by_task[row["task"]][machine].append(row)
-        for name, by_machine in by_task.items():
-            task = tasks.get(name)
-            if task is None:
-                continue
-            if task["split"] not in (("test",) if role == "test_datasets" else ("train", "validation")):
+        for job in _read_tasks(folder):
+            name, split = job[0]["id"], job[0]["split"]
+            if split not in (("test",) if role == "test_datasets" else ("train", "validation")):
                 raise OptionError(
-                    f"{folder} is in {role}, but its task {name} is of the {task['split']} split; "
+                    f"{folder} is in {role}, but its task {name} is of the {split} split; "
                     "test tasks come from: pretune-export suite, all others from: pretune-export corpus"
                 )
-            ids[task["split"]].add(name)
-            found.append((task, spaces[name], dict(by_machine), machines))
+            ids[split].add(name)
+            found.append(job)
     if leaked := sorted(ids["test"] & (ids["train"] | ids["validation"])):
         raise OptionError(
             f"{len(leaked)} tasks of {', '.join(config.test_datasets)} are in a dataset to train on as well, "

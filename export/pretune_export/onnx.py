@@ -20,6 +20,7 @@ from pretune.features.state import MAX_LOOPS
 from pretune.hardware.hardware import VECTOR_SIZE
 from pretune.hub.validate import write_reference
 from pretune.model.weights import FORMAT_VERSION, MAX_IR, MAX_OPSET
+from pretune_export.folded import folded
 from pretune_export.nets import WorldModelNet
 
 TOLERANCE = 1e-4
@@ -60,11 +61,7 @@ def export_weights(
         If ONNX Runtime and torch disagree.
     """
     net = net.eval()
-    (out / "onnx").mkdir(parents=True, exist_ok=True)
-    for part, (module, inputs, dynamic, outputs) in _parts(net).items():
-        path = out / "onnx" / f"{part}.onnx"
-        _export(module, inputs, dynamic, outputs, path)
-    worst = check_parity(net, out)
+    worst = export_networks(net, out)
     save_file({k: v.contiguous() for k, v in net.state_dict().items()}, out / "model.safetensors",
               metadata={"sizes": json.dumps(net.sizes.to_dict())})  # fmt: skip
     config = {
@@ -85,6 +82,28 @@ def export_weights(
         out, {**provenance, "parity": worst, "exported": datetime.now(UTC).isoformat(timespec="seconds")}
     )
     return out
+
+
+def export_networks(net: WorldModelNet, out: Path) -> float:
+    """Write ``onnx/`` of a weights folder; returns the largest relative difference from torch.
+
+    Parameters
+    ----------
+    net : WorldModelNet
+        In evaluation mode.
+    out : pathlib.Path
+        The weights folder.
+
+    Raises
+    ------
+    RuntimeError
+        If ONNX Runtime and torch disagree.
+    """
+    (out / "onnx").mkdir(parents=True, exist_ok=True)
+    light = folded(net)
+    for part, (module, inputs, dynamic, outputs) in _parts(net).items():
+        _export(light.get(part, module), inputs, dynamic, outputs, out / "onnx" / f"{part}.onnx")
+    return check_parity(net, out)
 
 
 def write_manifest(out: Path, provenance: dict[str, Any]) -> None:

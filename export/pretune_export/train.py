@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import time
 from collections import defaultdict
@@ -152,8 +153,10 @@ def train(
     parameters = [*net.parameters(), *decoder.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
     per_epoch = max(1, len(data.train) // config.tasks_per_batch)
+    epochs = max(config.epochs, math.ceil(config.least_steps / per_epoch))
+    every = config.validate_every * epochs // config.epochs
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.learning_rate, total_steps=config.epochs * per_epoch + 1, pct_start=0.1
+        optimizer, config.learning_rate, total_steps=epochs * per_epoch + 1, pct_start=0.1
     )
     average = torch.optim.swa_utils.AveragedModel(
         net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(config.average)
@@ -183,7 +186,7 @@ def train(
             f"tasks; processes: {world_size()}",
             flush=True,
         )
-    for epoch in range(start, config.epochs):
+    for epoch in range(start, epochs):
         rng = np.random.default_rng([config.seed, epoch])
         order = rng.permutation(len(data.train))
         sums: dict[str, float] = defaultdict(float)
@@ -206,11 +209,12 @@ def train(
                 sums[name] += float(term.detach()) / per_epoch
         line: dict[str, Any] = {
             "epoch": epoch + 1,
+            "epochs": epochs,
             "seconds": round(time.time() - began, 1),
             **{k: round(v, 4) for k, v in sums.items()},
         }
-        done = epoch + 1 == config.epochs or any_of(time.time() > deadline)
-        if (epoch + 1) % config.validate_every == 0 or done:
+        done = epoch + 1 == epochs or any_of(time.time() > deadline)
+        if (epoch + 1) % every == 0 or done:
             quality = validate(
                 cast(WorldModelNet, average.module), data.validation, data.machines, config.without
             )

@@ -244,6 +244,7 @@ def bench() -> None:
 )
 @click.option("--seeds", type=int, default=1, show_default=True, help="Runs of each, with seeds 0, 1 ...")
 @_weights
+@click.option("--target", default="native", show_default=True, help="What both sides tune for.")
 @click.option("--out", metavar="DIR", help="Rows as they come, and logs; the same command resumes.")
 @_json
 @click.option("-q", "--quiet", is_flag=True, help="No line per subgraph.")
@@ -254,6 +255,7 @@ def bench_search(
     baseline_trials: str,
     seeds: int,
     weights: str | None,
+    target: str,
     out: str | None,
     as_json: bool,
     quiet: bool,
@@ -272,6 +274,7 @@ def bench_search(
             baseline_trials=budgets[1],
             seeds=seeds,
             weights=weights,
+            target=target,
             out=out,
             say=_nothing if quiet else _say,
         )

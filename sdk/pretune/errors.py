@@ -59,6 +59,7 @@ class MissingExtraError(PretuneError, ImportError):
     exit_code = 4
 
     def __init__(self, what: str, extra: str) -> None:
+        # pip takes the extra of the pretune that is installed, be it from an index or from a checkout.
         super().__init__(f"{what} needs an optional package; run: pip install 'pretune[{extra}]'")
         self.extra = extra
 

@@ -68,7 +68,7 @@ class FineTuneResult:
     Attributes
     ----------
     kept : bool
-        Whether the fine-tuned weights are better than those they started from, and are now used here.
+        Whether the fine-tuned weights are better than those they started from, and are now registered.
     why : str
         What decided, in one line.
     weights : pathlib.Path
@@ -91,6 +91,8 @@ class FineTuneResult:
     peak_memory_mb : dict of str to int
         Of this process, and of its largest child.
     notices : list of str
+    used_by : str
+        Which ``pretune tune`` uses the registered weights.
     """
 
     kept: bool
@@ -107,6 +109,7 @@ class FineTuneResult:
     seconds: dict[str, float]
     peak_memory_mb: dict[str, int]
     notices: list[str] = field(default_factory=list)
+    used_by: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -369,7 +372,7 @@ def _show(result: FineTuneResult, console: Console) -> None:
     console.print(f"{result.schedules} schedules measured; tasks: {tasks}; {times}")
     console.print(f"{'kept' if result.kept else 'not kept'}: {result.why}")
     if result.kept:
-        console.print(f"pretune tune uses {escape(str(result.registered))}", soft_wrap=True)
+        console.print(escape(f"{result.used_by} uses {result.registered}"), soft_wrap=True)
         console.print(
             f"publish: pretune hub push {escape(str(result.weights))} --repo ORG/NAME", soft_wrap=True
         )

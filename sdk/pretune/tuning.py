@@ -284,7 +284,7 @@ def tune(
     made = make_target(target, machine)
     if trials and rpc is None:
         check_runs_here(made, machine)
-    hardware = hardware_for_target(made, machine)
+    hardware = hardware_for_target(made, machine, here=rpc is None)
     chosen = find_weights(hardware, weights, pull=pull)
     program = load_program(source, target=made, shapes=shapes)
     tasks = select_tasks(program.tasks, op)

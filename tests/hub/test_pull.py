@@ -63,7 +63,8 @@ def test_a_new_version_comes_beside_the_old_one(server, hub, published, folder):
 
 @pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("path", ["/api/models/", "manifest.json", BLOB])
-def test_a_failure_that_passes(server, hub, published, status, path):
+def test_a_failure_that_passes(server, hub, published, monkeypatch, status, path):
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
     fault = Fault("GET", path, status=status)
     server.faults.append(fault)
     pulled(pull_weights(hub, REPO))

@@ -31,7 +31,7 @@ from pretune_export.dataset import describe_machine, write_parquet
 from pretune_export.finetune.judge import SEARCH_TASKS, better, rank_held_out, search_held_out
 from pretune_export.finetune.measure import Budget, Measurer
 from pretune_export.finetune.plan import MEASURE, TRAIN, Plan, Settings, fine_tuning, make_plan
-from pretune_export.finetune.register import export, finish, name_of, register
+from pretune_export.finetune.register import export, finish, name_of, register, used_by
 from pretune_export.networks import CorpusTask
 from pretune_export.train import train
 
@@ -63,12 +63,12 @@ def run(
     made = make_target(target, machine)
     if rpc is None:
         check_runs_here(made, machine)
-    hardware = hardware_for_target(made, machine)
+    hardware = hardware_for_target(made, machine, here=rpc is None)
     setup_tvm(made)
     names = tuple(str(p) if isinstance(p, str | Path) else type(p).__name__ for p in programs)
     settings = Settings(
-        target=str(made), inputs=names, trials=trials, seconds=seconds, base=base, seed=seed,
-        shapes={name: tuple(map(int, shape)) for name, shape in (shapes or {}).items()},
+        target=str(made), farm=rpc is not None, inputs=names, trials=trials, seconds=seconds, base=base,
+        seed=seed, shapes={name: tuple(map(int, shape)) for name, shape in (shapes or {}).items()},
     )  # fmt: skip
     with RunFolder(out) as folder:
         measured = folder.path / "collected" / "measured.jsonl"
@@ -169,7 +169,10 @@ class _Run:
         with self.clock.phase("judging"):
             kept, why = better(rankings, found)
             self._finish(rankings, found, schedules)
-            registered = register(self.weights, name_of(self.hardware)) if kept else None
+            registered, use = None, ""
+            if kept:
+                registered = register(self.weights, name_of(self.hardware))
+                use = used_by(registered, self.hardware, self._options())
         memory = {
             name: round(resource.getrusage(who).ru_maxrss / 1024)
             for name, who in (("own", resource.RUSAGE_SELF), ("child", resource.RUSAGE_CHILDREN))
@@ -177,8 +180,15 @@ class _Run:
         return FineTuneResult(
             kept, why, self.weights, registered, self.plan.base_name, str(self.target),
             rankings["before"]["mean"], rankings["after"]["mean"], found, schedules,
-            dict(Counter(task.split for task in self.tasks)), self.clock.seconds, memory, self.notices,
+            dict(Counter(task.split for task in self.tasks)), self.clock.seconds, memory, self.notices, use,
         )  # fmt: skip
+
+    def _options(self) -> list[str]:
+        """Options of ``pretune tune`` without which it tunes for other hardware than this run."""
+        options = ["--rpc-tracker"] if self.rpc else []
+        if str(self.target) != str(make_target(None, self.machine)):
+            options.insert(0, "--target")
+        return options
 
     def _left(self, share: float, *phases: str) -> float:
         """``time.time()`` when a share of the budget of time is used up by some phases."""
@@ -257,21 +267,18 @@ class _Run:
         if done.exists():
             return
         self.report(FineTuneProgress("training", 0, config.epochs, "reading what was measured"))
-        best = [-1.0]
-        started, first = time.monotonic(), [-1]
+        now, best = [-1.0], [-1.0]
 
         def on_epoch(line: dict[str, Any]) -> None:
             self.clock.tick()
             epoch = line["epoch"]
-            if first[0] < 0:
-                first[0] = epoch - 1
-            best[0] = max(best[0], line["validation_top1"])
-            left = (time.monotonic() - started) / (epoch - first[0]) * (config.epochs - epoch)
-            text = (
-                f"loss {line['rank']:.3f}  validation top-1 {line['validation_top1']:.3f} "
-                f"(best {best[0]:.3f})"
-            )
-            self.report(FineTuneProgress("training", epoch, config.epochs, text, left))
+            left = line["seconds"] * (line["epochs"] - epoch)
+            text = f"loss {line['rank']:.3f}"
+            if "validation_top1" in line:
+                now[0], best[0] = line["validation_top1"], max(best[0], line["validation_top1"])
+            if now[0] >= 0:
+                text += f"  validation top-1 {now[0]:.3f} (best {best[0]:.3f})"
+            self.report(FineTuneProgress("training", epoch, line["epochs"], text, left))
 
         self.training.mkdir(exist_ok=True)
         with self._quiet():

@@ -55,6 +55,7 @@ ENOUGH_NETWORKS = 5
 
 FINE_TUNING: dict[str, Any] = {
     "epochs": 16,
+    "least_steps": 200,
     "tasks_per_batch": 8,
     "candidates_per_task": 40,
     "learning_rate": 5e-4,
@@ -77,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     target : str
         As JSON.
+    farm : bool
+        Whether devices of a farm measure, and not this machine.
     inputs : tuple of str
         Programs whose tasks are measured; none: a spread of the shipped datasets.
     shapes : dict of str to tuple of int
@@ -90,6 +93,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     target: str
+    farm: bool = False
     inputs: tuple[str, ...] = ()
     shapes: dict[str, tuple[int, ...]] = {}
     trials: int | None = None
@@ -112,12 +116,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         The weights, and why these.
     base_repo : str
         Where they are on the hub, as far as that is known.
+    digests : tuple of str
+        The `digest` of each program, since what `Settings.inputs` names may change.
     """
 
     settings: Settings
     base_name: str
     base_why: str
     base_repo: str
+    digests: tuple[str, ...] = ()
 
 
 def make_plan(
@@ -143,23 +150,29 @@ def make_plan(
     Raises
     ------
     OptionError
-        If the folder holds a run with other settings, or there are too few tasks or trials.
+        If the folder holds a run with other settings or programs, or there are too few tasks or trials.
     WeightsError
         If there is no base to start from.
     """
     file, tasks_file = folder / "plan.json", folder / "tasks.jsonl.gz"
     if file.exists():
         plan = msgspec.json.decode(file.read_bytes(), type=Plan)
-        if plan.settings != settings:
+        different = _differences(plan.settings, settings)
+        if not different:
+            loaded = load_tasks(programs, target, settings.shapes)
+            pairs = zip(settings.inputs, plan.digests, loaded, strict=False)
+            different = [f"{name} had other tasks" for name, old, one in pairs if digest(one) != old]
+        if different:
             raise OptionError(
-                f"{folder} holds a run with other settings ({_differences(plan.settings, settings)}); "
+                f"{folder} holds a run with other settings ({', '.join(different)}); "
                 "give the same to resume it, or another folder with --out"
             )
         return plan, list(load_corpus(tasks_file))
     base = choose_base(hardware, settings.base)
     say(f"starting from {base.weights.config.name} ({base.why})")
-    if programs:
-        tasks = split(limit(tasks_of_programs(programs, target, settings.shapes), settings, say))
+    loaded = load_tasks(programs, target, settings.shapes)
+    if loaded:
+        tasks = split(limit(tasks_of_programs(loaded, target), settings, say))
     else:
         tasks = spread(dataset_tasks(base.weights.path), settings.expected)
     check_tasks(tasks, settings)
@@ -167,7 +180,10 @@ def make_plan(
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(base.weights.path, copy)
     write_corpus(tasks_file, in_turn(tasks, settings.seed))
-    plan = Plan(settings=settings, base_name=base.weights.config.name, base_why=base.why, base_repo=base.repo)
+    plan = Plan(
+        settings=settings, base_name=base.weights.config.name, base_why=base.why, base_repo=base.repo,
+        digests=tuple(map(digest, loaded)),
+    )  # fmt: skip
     write_atomic(file, msgspec.to_builtins(plan))
     return plan, list(load_corpus(tasks_file))
 
@@ -177,9 +193,9 @@ def fine_tuning(base: Path, **about: Any) -> TrainConfig:
     return TrainConfig(**{**FINE_TUNING, "base": str(base), **about})
 
 
-def _differences(before: Settings, now: Settings) -> str:
+def _differences(before: Settings, now: Settings) -> list[str]:
     old, new = msgspec.to_builtins(before), msgspec.to_builtins(now)
-    return ", ".join(f"{name}: {old[name]}" for name in old if old[name] != new[name])
+    return [f"{name}: {old[name]}" for name in old if old[name] != new[name]]
 
 
 # -- base ----------------------------------------------------------------------------------------------------
@@ -249,19 +265,32 @@ def _repo(name: str) -> str:
 # -- tasks ---------------------------------------------------------------------------------------------------
 
 
-def tasks_of_programs(
-    programs: Iterable[Any], target: Target, shapes: Mapping[str, Sequence[int]] | None = None
-) -> list[CorpusTask]:
+Named = tuple[str, tuple["Task", ...]]
+"""A program's name and its tasks."""
+
+
+def load_tasks(sources: Iterable[Any], target: Target, shapes: Mapping[str, Sequence[int]]) -> list[Named]:
+    """Name and tasks of each program, as `pretune.intake.load_program` reads them; its tensors are let go."""
+    programs = (load_program(source, target=target, shapes=shapes) for source in sources)
+    return [(program.name, program.tasks) for program in programs]
+
+
+def digest(program: Named) -> str:
+    """Of a program's tasks, which other values of its weights do not change."""
+    ids = sorted(task.task_id for task in program[1])
+    return hashlib.sha256(" ".join(ids).encode()).hexdigest()[:16]
+
+
+def tasks_of_programs(programs: Iterable[Named], target: Target) -> list[CorpusTask]:
     """Tasks of programs that have something to decide, heaviest first; a program is a network."""
     tasks: dict[str, Task] = {}
     lines: dict[str, CorpusTask] = {}
-    for source in programs:
-        program = load_program(source, target=target, shapes=shapes)
-        for task in program.tasks:
-            line = corpus_task(task, program.name, "train", target)
+    for name, members in programs:
+        for task in members:
+            line = corpus_task(task, name, "train", target)
             if line.decisions > 0:
                 tasks[line.id] = task
-                lines[line.id] = join(lines.get(line.id), line, program.name, "train")
+                lines[line.id] = join(lines.get(line.id), line, name, "train")
     return [lines[task.task_id] for task in sort_tasks(tasks.values())]
 
 

@@ -6,11 +6,14 @@ import logging
 import shutil
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretune import env
+from pretune.errors import HubError, WeightsError
 from pretune.hub.integrity import check_folder
+from pretune.hub.sources import find_weights
 from pretune.hub.validate import validate
 from pretune.messages import explain_os_errors
 from pretune_export.card import write_card
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def name_of(hardware: Hardware) -> str:
-    """Name of weights that are fine-tuned for a machine: ``cpu-x86-64-v4-znver4-16``."""
+    """Name of weights that are fine-tuned for hardware: ``cpu-x86-64-v4-znver4-16``."""
     level = hardware.isa_level or hardware.arch
     parts = dict.fromkeys((hardware.kind, level, hardware.microarch, str(hardware.cores)))
     return "-".join(parts)
@@ -60,7 +63,7 @@ def finish(out: Path, evaluation: dict[str, Any], provenance: dict[str, Any]) ->
 
 
 def register(weights: Path, name: str) -> Path:
-    """Copy weights to where those that are fine-tuned on this machine are looked for.
+    """Copy weights to where `pretune.hub.sources` looks for the user's own.
 
     Earlier ones of that name are moved aside and then replaced: nobody sees a part of either.
 
@@ -81,3 +84,19 @@ def register(weights: Path, name: str) -> Path:
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     return home / name
+
+
+def used_by(registered: Path, hardware: Hardware, options: Sequence[str]) -> str:
+    """Which ``pretune tune`` uses registered weights from now on.
+
+    Parameters
+    ----------
+    options : sequence of str
+        Without which it would be for other hardware.
+    """
+    try:
+        found = find_weights(hardware).path
+    except (WeightsError, HubError):  # a lock file that pins what is not here, say
+        found = None
+    command = "pretune tune" if found == registered else f"pretune tune --weights {registered}"
+    return f"{command} with the same {' and '.join(options)}" if options else command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import sys
 import time
 from collections import defaultdict
@@ -18,6 +17,7 @@ import torch
 from pretune.errors import InputError, OptionError
 from pretune.features.schema import SCHEMA_VERSION
 from pretune_export.nets import Sizes, WorldModelNet
+from pretune_export.processes import map_in_processes
 from pretune_export.trajectories import Group, load_groups, make_batch
 
 from .config import PretrainConfig
@@ -37,11 +37,10 @@ def load_shards(folder: Path, processes: int = 2) -> list[Group]:
     if not files:
         raise InputError(f"{folder}: no trajectories (*.parquet); run: pretune-export trajectories")
     groups: list[Group] = []
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for n, found in enumerate(pool.imap(load_groups, files, chunksize=8), 1):
-            groups += found
-            if n % 500 == 0:
-                print(f"loaded {n}/{len(files)} files", file=sys.stderr, flush=True)
+    for n, found in enumerate(map_in_processes(load_groups, files, processes), 1):
+        groups += found
+        if n % 500 == 0:
+            print(f"loaded {n}/{len(files)} files", file=sys.stderr, flush=True)
     return groups
 
 

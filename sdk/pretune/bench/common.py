@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pretune import env
 from pretune.compat import setup_tvm
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target
+from pretune.hardware.target import check_runs_here
 from pretune.hub.sources import find_weights
 from pretune.model import Weights, WorldModel
 
@@ -40,21 +41,31 @@ class Bench:
     model: WorldModel
 
 
-def prepare(weights: str | Path | None) -> Bench:
+def prepare(weights: str | Path | None, target: Any = "native") -> Bench:
     """Detect the machine, and load the weights for it.
+
+    Parameters
+    ----------
+    weights : str or Path, optional
+        In place of the best on this machine.
+    target : Target, mapping or str
+        Runs on this machine.
 
     Raises
     ------
+    TargetError
+        If the target is none, or this machine cannot run it.
     WeightsError
         If there are none, or those given are unusable.
     """
     machine = detect()
-    target = make_target("native", machine)
-    hardware = hardware_for_target(target, machine)
+    made = make_target(target, machine)
+    check_runs_here(made, machine)
+    hardware = hardware_for_target(made, machine)
     chosen = find_weights(hardware, weights)
     threads = env.num_threads() or machine.cores
     setup_tvm()
-    return Bench(machine, target, hardware, threads, chosen, WorldModel(chosen, threads))
+    return Bench(machine, made, hardware, threads, chosen, WorldModel(chosen, threads))
 
 
 def environment(machine: Hardware) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pretune.measure import RPCAddress
 from pretune.measure.tracker import Tracker
 
 HOST, KEY = "127.0.0.1", "loopback"
-START_S, POLL_S = 120.0, 0.5
+START_S, POLL_S = 120.0, 0.1
 SITE = """\
 import ctypes, os, signal, sys
 sys.modules["torch"] = None  # `import tvm` would spend seconds importing it
@@ -33,7 +33,9 @@ end_with_parent()
 
 
 class LoopbackFarm:
-    """A tracker and some servers, numbered from 0, until the ``with`` block ends, or the thread that started them.
+    """A tracker and some servers, numbered from 0, until the ``with`` block ends.
+
+    However that comes about: the kernel ends them with the thread that started them.
 
     Parameters
     ----------
@@ -57,6 +59,7 @@ class LoopbackFarm:
     def __enter__(self) -> LoopbackFarm:
         try:
             self.start_tracker()
+            self.wait(0)  # A server that finds no tracker tries again only after 5 s.
             for number in range(len(self._ports)):
                 self.start(number)
             self.wait(len(self._ports))
@@ -124,13 +127,15 @@ class LoopbackFarm:
 
     def _spawn(self, module: str, port: int, *options: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([self._folder.name, *sys.path])
+        # Half of `import tvm` is about compiling, which nothing here does.
+        more = {"PYTHONPATH": path, "TVM_NUM_THREADS": str(self._threads), "TVM_USE_RUNTIME_LIB": "1"}
         with self._errors.open("ab") as errors:
             return subprocess.Popen(
                 [
                     *(sys.executable, "-m", module, "--host", HOST),
                     *("--port", str(port), "--port-end", str(port + 1), *options),
                 ],
-                env=os.environ | {"PYTHONPATH": path, "TVM_NUM_THREADS": str(self._threads)},
+                env=os.environ | more,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

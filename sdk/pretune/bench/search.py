@@ -45,6 +45,7 @@ def run(
     baseline_trials: Sequence[int] = (64,),
     seeds: int = 1,
     weights: str | Path | None = None,
+    target: Any = "native",
     out: str | Path | None = None,
     say: Callable[[str], None] = lambda _text: None,
 ) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def run(
         How often all is repeated, with seeds 0, 1 ...
     weights : str or Path, optional
         Weights folder.
+    target : Target, mapping or str
+        What both sides tune for; runs on this machine.
     out : str or Path, optional
         Keeps what either side found for a task (``pretune.jsonl``, ``metaschedule.jsonl``), rows
         (``rows.jsonl``) and logs. What is there is not made again, and serves other pairs of budgets;
@@ -91,7 +94,7 @@ def run(
         raise OptionError(f"no subgraph {unknown[0]!r} in {suite}; it has: {', '.join(subgraphs)}")
     check_xgboost()
     names = [name for name in subgraphs if only is None or name in only]
-    bench = prepare(weights)
+    bench = prepare(weights, target)
     manifest = (bench.weights.path / "manifest.json").read_bytes()
     budgets = {"pretune": sorted(set(trials)), "metaschedule": sorted(set(baseline_trials))}
     settings = Settings(budgets, _digest(manifest), target_key(bench.target))
@@ -115,6 +118,7 @@ def run(
         "trials": budgets["pretune"],
         "baseline_trials": budgets["metaschedule"],
         "seeds": seeds,
+        "target": str(bench.target),
         "weights": f"{bench.weights.config.name} ({bench.weights.why})",
         "summary": summarise(rows),
         "drift": drift_notice(rows),

@@ -46,7 +46,7 @@ from pretune.features.schema import (
     SUMMARY,
 )
 from pretune.features.state import describe_loop
-from pretune.features.summary import Summary, summarise, unroll
+from pretune.features.summary import UNROLLED, Summary, summarise, unroll
 from pretune.space.slots import INLINE, ROOT
 
 _log = logging.getLogger(__name__)
@@ -171,12 +171,13 @@ class ActionEncoder:
         """The ranker's view of all actions together: float32 ``[n, len(SUMMARY)]``."""
         out = np.zeros((env.n, len(SUMMARY)), dtype=np.float32)
         for i, nest in enumerate(self._final[:MAX_POSTPROC]):
-            summary = self._unrolled_features_of(nest, env)
             if i < 2:
-                out[:, i * len(NEST) : (i + 1) * len(NEST)] = summary
+                self._describe_nest(out[:, i * len(NEST) : (i + 1) * len(NEST)], nest, env, unrolled=True)
             else:
+                one = np.empty((env.n, len(NEST)), dtype=np.float32)
+                self._describe_nest(one, nest, env, unrolled=True)
                 rest = out[:, 2 * len(NEST) : 3 * len(NEST)]
-                np.maximum(rest, summary, out=rest)
+                np.maximum(rest, one, out=rest)
         tail = 3 * len(NEST)
         if self._final:
             out[:, tail : tail + len(BLOCK)] = describe_block(
@@ -507,13 +508,16 @@ class ActionEncoder:
         for extent in (*(factors or ()), value, location[0] if location else None):
             if extent is not None:
                 slots |= extent.slots
-        features_of = self._unrolled_features_of if name == "Postproc" else self._features_of
+        unrolled = name == "Postproc"
         at_value = _AT_ANNOTATION + len(ANNOTATIONS) if key is not None else _AT_DECISION + FACTORS + 3
 
         def features(env: Env) -> np.ndarray:
-            out = np.broadcast_to(base, (env.n, len(base))).copy()
+            out = np.empty((env.n, len(base)), dtype=np.float32)
             if frozen is not None:
-                out[:, _AT_NEST:_AT_LOOP] = features_of(frozen, env)
+                self._describe_nest(out[:, _AT_NEST:_AT_LOOP], frozen, env, unrolled=unrolled)
+                out[:, _AT_LOOP:] = base[_AT_LOOP:]
+            else:
+                out[:] = base
             if loop_extent is not None:
                 out[:, _AT_LOOP] = log2(env.get(loop_extent))
             if factors:
@@ -556,11 +560,15 @@ class ActionEncoder:
 
     def _summary_of(self, nest: Nest, env: Env) -> Summary:
         if nest not in env.summaries:
-            few, which = env.distinct(nest.slots())
-            env.summaries[nest] = (
-                self._summarise_nest(nest, env) if which is None else self._summary_of(nest, few).take(which)
-            )
+            env.summaries[nest] = self._find_summary(nest, env)
         return env.summaries[nest]
+
+    def _find_summary(self, nest: Nest, env: Env) -> Summary:
+        if env.whole is not None:
+            whole, rows = env.whole
+            return self._summary_of(nest, whole).take(rows)
+        few, which = env.distinct(nest.slots())
+        return self._summarise_nest(nest, env) if which is None else self._summary_of(nest, few).take(which)
 
     def _summarise_nest(self, nest: Nest, env: Env) -> Summary:
         limit = self._annotated.get("meta_schedule.parallel")
@@ -571,11 +579,18 @@ class ActionEncoder:
             vector_limit=float(np.max(env.get(vector))) if vector is not None and not vector.slots else 1.0,
         )  # fmt: skip
 
-    def _features_of(self, nest: Nest, env: Env) -> np.ndarray:
-        return self._summary_of(nest, env).features
+    def _describe_nest(self, out: np.ndarray, nest: Nest, env: Env, *, unrolled: bool) -> None:
+        """Write features `schema.NEST` to `out`; with `unrolled`, as postprocessing leaves the nest."""
+        out[:] = self._summary_of(nest, env).features
+        if unrolled:
+            for column, values in zip(UNROLLED, self._unrolled(nest, env), strict=True):
+                out[:, column] = values
 
-    def _unrolled_features_of(self, nest: Nest, env: Env) -> np.ndarray:
-        """Features of a nest after postprocessing."""
+    def _unrolled(self, nest: Nest, env: Env) -> tuple[np.ndarray, np.ndarray]:
+        if env.whole is not None:
+            whole, rows = env.whole
+            unrolled, in_registers = self._unrolled(nest, whole)
+            return unrolled[rows], in_registers[rows]
         if nest not in env.unrolled:
             limit = self._annotated.get("meta_schedule.unroll_explicit")
             env.unrolled[nest] = unroll(

@@ -45,17 +45,30 @@ class Env:
         self.n = n
         self.walks: dict[Shape, Walk] = {}
         self.summaries: dict[Nest, Summary] = {}
-        self.unrolled: dict[Nest, np.ndarray] = {}
+        self.unrolled: dict[Nest, tuple[np.ndarray, np.ndarray]] = {}
+        self.whole: tuple[Env, slice] | None = None  # set by `part`
         self._slots, self._options = slots, options
-        self._whole: tuple[Env, np.ndarray] | None = None  # of which it is a part, and which part
+        self._all: tuple[Env, np.ndarray] | None = None  # set by `distinct`: of which it has some, and which
         self._extents: dict[Extent, Value] = {}
         self._distinct: dict[frozenset[int], tuple[Env, np.ndarray | None]] = {}
 
     def get(self, extent: Extent) -> Value:
         value = self._extents.get(extent)
         if value is None:
-            value = self._extents[extent] = extent.evaluate(self)
+            if self.whole is None:
+                value = extent.evaluate(self)
+            else:
+                whole, rows = self.whole
+                value = whole.get(extent)
+                value = value[rows] if isinstance(value, np.ndarray) else value
+            self._extents[extent] = value
         return value
+
+    def part(self, rows: slice) -> Env:
+        """Consecutive candidates: what is asked of them is computed for all at once, and looked up here."""
+        env = Env([], len(range(self.n)[rows]))
+        env.whole = self, rows
+        return env
 
     def distinct(self, slots: frozenset[int]) -> tuple[Env, np.ndarray | None]:
         """One candidate for each combination of decisions in `slots`, and for all candidates which it is.
@@ -67,10 +80,10 @@ class Env:
         return self._distinct[slots]
 
     def _find_distinct(self, slots: frozenset[int]) -> tuple[Env, np.ndarray | None]:
-        if self._whole is not None:
-            whole, part = self._whole
-            env, which = whole.distinct(slots)
-            return (self, None) if env is self or which is None else (env, which[part])
+        if self._all is not None:
+            every, some = self._all
+            env, which = every.distinct(slots)
+            return (self, None) if env is self or which is None else (env, which[some])
         if self._options is None:
             return self, None
         key, combinations = np.zeros(self.n, dtype=np.int64), 1
@@ -85,7 +98,7 @@ class Env:
         if len(first) > 0.7 * self.n:
             return self, None
         env = Env([s[first] for s in self._slots], len(first))
-        env._whole = self, first
+        env._all = self, first
         return env, which
 
 

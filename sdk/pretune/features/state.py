@@ -21,7 +21,7 @@ from pretune.features.nest import (
 )
 from pretune.features.program import PARALLEL, THREAD, VECTORIZED, Access, Block, read_program
 from pretune.features.schema import ACCESSES, LOOP, STATE_BLOCK, STATE_LOOP
-from pretune.features.summary import summarise, unroll
+from pretune.features.summary import UNROLLED, summarise, unroll
 
 MAX_BLOCKS = 20
 """Blocks of a program that are described; the cheapest are left out of longer programs."""
@@ -67,7 +67,8 @@ def encode_state(func: Any, *, cores: int = 1) -> State:
         nest = _nest_of_state(block)
         parallel = _extent_of(block, PARALLEL)
         limit = max((loop.unroll for loop in block.loops), default=0)
-        summary = unroll(summarise(nest, Env([], 1), cores=cores, parallel=parallel), float(limit))
+        summary = summarise(nest, Env([], 1), cores=cores, parallel=parallel)
+        summary.features[:, UNROLLED] = np.stack(unroll(summary, float(limit)), axis=1)
         extra = (
             block.name.endswith("_init"), block.guarded,
             np.log2(limit + 1) * 0.1,
@@ -75,7 +76,7 @@ def encode_state(func: Any, *, cores: int = 1) -> State:
             i / len(blocks),
         )  # fmt: skip
         rows[i] = np.concatenate(
-            [summary[0], describe_block(nest, work[i] / total), np.asarray(extra, dtype=np.float32)]
+            [summary.features[0], describe_block(nest, work[i] / total), np.asarray(extra, dtype=np.float32)]
         )
         loops[i] = _loop_rows(block, nest)
     return State(rows, loops)

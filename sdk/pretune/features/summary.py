@@ -29,6 +29,9 @@ def _each(first: str, count: int, step: int) -> slice:
 
 _TILES, _TRAFFIC = (_each(name, len(CAPACITIES), 2) for name in ("tile_0", "traffic_0"))
 _INNER = _each("inner_0", 3, 1)
+UNROLLED = [_N["unrolled"], _N["in_registers"]]
+"""Columns that `unroll` gives."""
+
 # Numbers that a walk or a summary first writes as they are, and whose logarithm is taken at once.
 _WALK_LOGS = [
     i for name, i in _N.items()
@@ -47,6 +50,8 @@ class Shape:
         Components of the loops with the position of their loop, innermost first.
     rank, others : list of Access
         Accesses that features describe, and the rest.
+    strides : numpy.ndarray
+        float32 ``[len(rank), len(levels)]``, elements by which each access moves along each loop.
     """
 
     def __init__(self, nest: Nest) -> None:
@@ -54,6 +59,8 @@ class Shape:
         self.rank = nest.rank
         self.others = [a for a in nest.accesses if a not in nest.rank]
         self.axes, self.cost = nest.axes, nest.cost
+        strides = [[abs(a.stride(c.axis)) for _at, c in self.levels] for a in self.rank]
+        self.strides = np.array(strides, dtype=np.float32).reshape(len(self.rank), len(self.levels))
         # Accesses often share dimensions: each is followed once.
         self.dims: list[tuple[int, Linear]] = []
         self.dims_of: list[list[int]] = []
@@ -61,6 +68,12 @@ class Shape:
             dims = list(zip(access.buffer.shape, access.index, strict=True))
             self.dims += [dim for i, dim in enumerate(dims) if dim not in self.dims + dims[:i]]
             self.dims_of.append([self.dims.index(dim) for dim in dims])
+        # What changes with the tile of an axis: dimensions, and the accesses that have one of them.
+        self.moves: dict[int, tuple[list[int], list[int]]] = {}
+        for axis in {c.axis for _at, c in self.levels}:
+            moved = [d for d, (_size, form) in enumerate(self.dims) if axis in form]
+            seen = [k for k, dims in enumerate(self.dims_of) if not set(moved).isdisjoint(dims)]
+            self.moves[axis] = moved, seen
 
 
 class Walk:
@@ -74,14 +87,15 @@ class Walk:
         For each, by how much its axis moves from one iteration to the next.
     extents : numpy.ndarray
         float32 ``[L + 1, n]``, zero in the last row: no loop.
-    open : numpy.ndarray
-        bool ``[L, n]``, where the extent is not 1.
+    open, single : numpy.ndarray
+        bool ``[L, n]``, where the extent is not 1, and where it is.
     points, bytes : numpy.ndarray
         float32 ``[L + 1, n]``: of the loops within each level, and of the whole nest.
     accumulators : numpy.ndarray
         float32 ``[n]``, points of the loops within the innermost reduction.
     rows : numpy.ndarray
-        float32 ``[len(NEST), n]``: all features but those of `summarise` and `unroll`.
+        float32 ``[len(NEST), n]``: all features but those of `unroll`; those of `summarise` are of the nest
+        of this shape that it was last called with.
     """
 
     def __init__(self, shape: Shape, env: Env) -> None:
@@ -89,6 +103,7 @@ class Walk:
         kept = [i for i, extent in enumerate(every) if isinstance(extent, np.ndarray) or extent != 1.0]
         extents = [every[i] for i in kept]
         self.levels = [shape.levels[i] for i in kept]
+        self._strides = shape.strides[:, kept]
         self.steps: list[Value] = []
         self.extents = np.zeros((len(kept) + 1, env.n), dtype=np.float32)
         self.points = np.ones_like(self.extents)
@@ -97,6 +112,7 @@ class Walk:
             self.extents[i] = extent
             np.multiply(self.points[i], extent, out=self.points[i + 1])
         self.open = self.extents[:-1] > 1.0
+        self.single = ~self.open
         self._follow_accesses(shape, extents)
         self.rows = self._rows(shape, env)
 
@@ -114,12 +130,11 @@ class Walk:
             self.steps.append(tiles.get(axis, 1.0))
             if axis >= 0:
                 tiles[axis] = self.steps[-1] * extent
-            moved = {d for d, (_size, form) in enumerate(shape.dims) if axis in form}
+            moved, seen = shape.moves[axis]
             for d in moved:
                 spans[d] = span(*shape.dims[d], tiles)
-            for k, dims in enumerate(shape.dims_of):
-                if not moved.isdisjoint(dims):
-                    touched[k] = touched_by(k)
+            for k in seen:
+                touched[k] = touched_by(k)
             self.bytes[i + 1] = sum(touched) if moved else self.bytes[i]
 
     def _rows(self, shape: Shape, env: Env) -> np.ndarray:
@@ -135,7 +150,8 @@ class Walk:
         touched = pick(self.bytes, np.stack([*fitting, within]))
         self.accumulators = sizes[-2]
 
-        rows = np.zeros((len(NEST), env.n), dtype=np.float32)
+        # An odd number of cache lines apart: of rows a power of two apart, few fit the cache at once.
+        rows = np.zeros((len(NEST), (env.n // 32 * 2 + 3) * 16), dtype=np.float32)[:, : env.n]
         rows[_N["points"]] = points[-1]
         rows[_N["work"]] = points[-1] * shape.cost
         rows[_TILES] = sizes[:-2]
@@ -150,14 +166,14 @@ class Walk:
         rows[_N["loops"]] = found[-1] * np.float32(0.0625)
         before = count(found[1:, None] <= np.arange(3)[:, None])  # loops before the k-th that is met
         rows[_INNER] = pick(self.extents, before)
-        components = [c for _position, c in self.levels]
         if shape.rank:
-            strides = [[*(abs(a.stride(c.axis)) for c in components), -1.0] for a in shape.rank]
-            stride = np.array(strides, dtype=np.float32)[:, before[0]]
+            strides = np.full((len(shape.rank), len(self.levels) + 1), -1.0, dtype=np.float32)
+            strides[:, :-1] = self._strides
+            stride = strides.take(before[0], axis=1)
             rows[_each("inner_stride_0", len(stride), 3)] = stride + 1.0
             rows[_each("inner_broadcast_0", len(stride), 3)] = stride == 0
             rows[_each("inner_contiguous_0", len(stride), 3)] = stride == 1
-        is_reduce = np.array([*(c.is_reduce for c in components), False])
+        is_reduce = np.array([*(c.is_reduce for _position, c in self.levels), False])
         rows[_N["last_reduce"]] = is_reduce[before[0]]
 
         full: Value = 1.0
@@ -228,7 +244,7 @@ def summarise(
     walk = env.walks.get(nest.shape)
     if walk is None:
         walk = env.walks[nest.shape] = Walk(nest.shape, env)
-    points, rows = walk.points, walk.rows.copy()
+    points, rows = walk.points, walk.rows
     cuts = [env.get(cut) for cut in nest.all_cuts()]
 
     depth, lengths = _vector(nest, walk, cuts, vector_limit)
@@ -254,15 +270,13 @@ def summarise(
     rows[_N["imbalance"]] = np.ceil(fused / cores) * cores / fused - 1.0
     rows[_N["grain"]] = points[-1] / fused
     rows[_LOGS] = log2(rows[_LOGS])
-    if nest.inlined is not None:
-        rows[_N["inlined"]] = env.get(nest.inlined)
-    if nest.at_root is not None:
-        rows[_N["at_root"]] = env.get(nest.at_root)
-    return Summary(np.ascontiguousarray(rows.T), points, vector, walk.accumulators)
+    rows[_N["inlined"]] = env.get(nest.inlined) if nest.inlined is not None else 0.0
+    rows[_N["at_root"]] = env.get(nest.at_root) if nest.at_root is not None else 0.0
+    return Summary(rows.T.copy(), points, vector, walk.accumulators)
 
 
-def unroll(summary: Summary, limit: Value) -> np.ndarray:
-    """A summary's features with what UnrollLoop will make of the nest.
+def unroll(summary: Summary, limit: Value) -> tuple[np.ndarray, np.ndarray]:
+    """What UnrollLoop will make of a nest: features `UNROLLED`.
 
     It unrolls from inside, as long as the body then holds no more than `limit` stores (TVM's
     ``pragma_auto_unroll_max_step``). A loop that became lanes of a vector is no loop any more. Where
@@ -276,15 +290,16 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
 
     Returns
     -------
-    numpy.ndarray
-        float32 ``[n, len(schema.NEST)]``
+    unrolled : numpy.ndarray
+        float32 ``[n]``
+    in_registers : numpy.ndarray
+        bool ``[n]``
     """
-    out, points = summary.features.copy(), summary.points
+    points = summary.points
     # Where two axes became one, extents are estimates: what adds less than half a lane is no loop.
     lanes = pick(points, count(points[1:] <= summary.vector + 0.5))
-    out[:, _N["unrolled"]] = log2(pick(points, count(points[1:] <= limit * lanes)) / lanes)
-    out[:, _N["in_registers"]] = summary.accumulators <= np.maximum(limit, 1.0) * lanes
-    return out
+    unrolled = log2(pick(points, count(points[1:] <= limit * lanes)) / lanes)
+    return np.asarray(unrolled), summary.accumulators <= np.maximum(limit, 1.0) * lanes
 
 
 class _Lanes:
@@ -303,10 +318,10 @@ class _Lanes:
         self._same = np.ones(n, dtype=bool)  # whether they are one element
         self.length = np.zeros(n, dtype=np.uint8)  # levels over which they are either
 
-    def join(self, axis: int, step: Value, extent: np.ndarray, points: np.ndarray, innermost: bool) -> Value:
-        """Let a loop join those within it, which have `points`; True where the access allows it."""
-        single = extent == 1.0
-        stride = self._stride(axis, step)
+    def join(self, walk: Walk, i: int, innermost: bool) -> Value:
+        """Let the loop of level `i` join those within it; True where the access allows it."""
+        single, extent, points = walk.single[i], walk.extents[i], walk.points[i]
+        stride = self._stride(walk.levels[i][1].axis, walk.steps[i])
         if stride is None:
             self._run = self._run & single
             return True
@@ -348,13 +363,11 @@ def _vector(
         if cuts:
             goes_on &= position > cut
         if component.is_reduce:
-            goes_on &= ~walk.open[i]
+            goes_on &= walk.single[i]
         else:
             goes_on &= walk.points[i + 1] <= limit
             for one in lanes:
-                goes_on &= one.join(
-                    component.axis, walk.steps[i], walk.extents[i], walk.points[i], position == last
-                )
+                goes_on &= one.join(walk, i, position == last)
         if not goes_on.any():
             break
         depth += goes_on

@@ -138,23 +138,26 @@ def llvm_features(config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(str(name) for name in codegen.llvm_get_cpu_features(Target(dict(config))))
 
 
-def hardware_for_target(target: Target, hardware: Hardware) -> Hardware:
+def hardware_for_target(target: Target, hardware: Hardware, *, here: bool = True) -> Hardware:
     """Describe the machine as code for a target sees it.
 
     On an AVX-512 machine, ``mcpu=x86-64-v3`` leaves vectors of 256 bits. The microarchitecture, caches and
-    clock stay those of the machine; for a target of another architecture they are unknown, and its CPU's
-    name, with the machine's caches and clock for want of better, stands in.
+    clock stay those of the machine; for a target of another architecture, or where the code runs elsewhere,
+    they are unknown, and the target's CPU's name, with the machine's caches and clock for want of better,
+    stands in.
 
     Parameters
     ----------
     target : tvm.target.Target
         As from `make_target`.
     hardware : Hardware
-        The machine that will run the code.
+        This machine.
+    here : bool
+        Whether it will run the code; a farm's devices are such as the target describes.
     """
     config = json.loads(str(target))
     if config["kind"] == "cuda":
-        return _cuda_hardware(config, hardware)
+        return _cuda_hardware(config, hardware, _cuda_device() if here else None)
     arch = _arch_of(config, hardware)
     isa = llvm_features(config) & set(flags_of(arch))
     sve_bits = hardware.vector_bits if arch == hardware.arch and "sve" in hardware.isa else 128
@@ -165,7 +168,7 @@ def hardware_for_target(target: Target, hardware: Hardware) -> Hardware:
         "vector_bits": int(config.get("vector-width") or vector_bits_of(isa, sve_bits)),
         "cores": int(config.get("num-cores") or hardware.cores),
     }
-    if arch != hardware.arch:
+    if not here or arch != hardware.arch:
         mcpu = config.get("mcpu") or "generic"
         changes |= {"microarch": mcpu, "model_name": mcpu, "vendor": "unknown"}
     return msgspec.structs.replace(hardware, **changes)
@@ -289,9 +292,8 @@ def _check_cuda(config: Mapping[str, Any]) -> None:
         raise TargetError(f"arch of a cuda target looks like sm_80 or sm_90a, not {config['arch']!r}")
 
 
-def _cuda_hardware(config: Mapping[str, Any], hardware: Hardware) -> Hardware:
+def _cuda_hardware(config: Mapping[str, Any], hardware: Hardware, device: Any) -> Hardware:
     """Describe the GPU: what the target says of it, and the device itself where it is present."""
-    device = _cuda_device()
     arch = str(config.get("arch", "sm_50"))
     return Hardware(
         vendor="nvidia",

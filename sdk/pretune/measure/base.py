@@ -111,7 +111,7 @@ class Pool(abc.ABC):
 
     @abc.abstractmethod
     def _measure(self, jobs: Sequence[Job], request: Request, finish: Finish) -> None:
-        """Build and time candidates; `request` is made of each when it is timed, `finish` called once for each."""
+        """Build and time each: `request` says how, when its turn comes, and `finish` is told the result."""
 
     @abc.abstractmethod
     def interleave(self, candidates: Sequence[tvm.IRModule | str], *, rounds: int = 5) -> list[Measured]:

@@ -37,7 +37,9 @@ OPEN_S = 20.0
 STALL_S = 10.0
 """A device ends a candidate at its deadline by itself; so many seconds later, it is taken as stalled."""
 
-POLL_S = 0.5
+POLL_S = 0.2
+NOTICE_S = 0.5
+"""Seconds after which the tracker knows that a server is gone."""
 LONGEST_ABSENCE_S = 240.0
 """A device that fails again and again is left alone for this long at most, in seconds: less than `WAIT_S`, so
 that a run does not end before the last one was looked at again."""
@@ -350,7 +352,7 @@ class Fleet:
 
     def is_connected(self, device: Device) -> bool:
         """Whether the server of a session that has just ended lives on."""
-        time.sleep(POLL_S)  # the tracker notices a moment later
+        time.sleep(NOTICE_S)
         with contextlib.suppress(MeasureError):
             return device.address in self._tracker.summary()[1]
         return False

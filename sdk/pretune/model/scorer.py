@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
     from pretune.model.world_model import WorldModel
     from pretune.space import DesignSpace, TaskSpace
 
-CHUNK, MIN_CHUNK = 4096, 256
-"""Candidates rolled out at once: many, so that numpy's calls cost little, yet not past the caches."""
+CHUNK, MIN_CHUNK = 8192, 256
+"""Candidates whose features are computed at once: many, so that numpy's calls cost little."""
+
+BLOCK = 768
+"""Candidates rolled out at once: few, so that what goes from network to network stays in the caches."""
+
+MAX_KEY = 1 << 62
 
 
 class SpaceScorer:
@@ -49,21 +55,26 @@ class SpaceScorer:
         first = next((i for i, step in enumerate(steps) if step.slots), len(steps))
         self.z0 = model.rollout(z0, [(step.type_id, step.features(blank)) for step in steps[:first]])[0]
         self.steps = steps[first:]
-        # What an action that depends on one decision brings to the transition is computed once per option.
-        self._tables: dict[int, tuple[int, np.ndarray]] = {}
+        # By action, the decisions that none before it depends on; and all of them in that order.
+        self._fresh: list[list[int]] = []
+        self._order: list[int] = []
+        for step in self.steps:
+            self._fresh.append(sorted(step.slots.difference(self._order)))
+            self._order += self._fresh[-1]
+        # What an action that depends on one decision, or on none, brings to the transition is computed once
+        # per option.
+        self._tables: dict[int, tuple[int | None, np.ndarray]] = {}
         for i, step in enumerate(self.steps):
-            if len(step.slots) == 1:
-                (slot,) = step.slots
+            if len(step.slots) > 1:
+                continue
+            slot = next(iter(step.slots), None)
+            few = blank
+            if slot is not None:
                 options = space.slots[slot].options
                 table = [s.options[:1].repeat(len(options), axis=0) for s in space.slots]
                 table[slot] = options
-                features = step.features(Env(table, len(options)))
-                self._tables[i] = (slot, model.action(step.type_id, features))
-        self._static = {
-            i: model.action(step.type_id, step.features(blank))
-            for i, step in enumerate(self.steps)
-            if not step.slots
-        }
+                few = Env(table, len(options))
+            self._tables[i] = slot, model.action(step.type_id, step.features(few))
 
     def score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Score candidates.
@@ -80,65 +91,82 @@ class SpaceScorer:
         features : numpy.ndarray
             float32 ``[n, embedding + summary]``: the ranker's embedding, and the summary of the actions.
         """
-        n = len(rows)
+        n, width = len(rows), self.model.weights.config.sizes["embedding"]
         score = np.empty(n, np.float32)
-        features = np.empty((n, self.model.weights.config.sizes["embedding"] + len(SUMMARY)), np.float32)
-        # Sorted, neighbours share their first decisions, and with them the first part of the rollout.
-        order = np.lexsort(rows.T[::-1]) if rows.shape[1] else np.arange(n)
+        features = np.empty((n, width + len(SUMMARY)), np.float32)
+        order = self._sort(rows)
         threads = self.model.num_threads
         rounds = -(-n // (CHUNK * threads))
         chunk = max(MIN_CHUNK, -(-n // (rounds * threads)))  # as many chunks for each thread
 
         def fill(which: np.ndarray) -> None:
-            score[which], embedding, summary = self._chunk(rows[which])
-            features[which, : embedding.shape[1]] = embedding
-            features[which, embedding.shape[1] :] = summary
+            for part, *found in self._chunk(rows[which]):
+                at = which[part]
+                score[at], features[at, :width], features[at, width:] = found
 
         self.model.map(fill, [order[i : i + chunk] for i in range(0, n, chunk)])
         return score, features
 
-    def _chunk(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Score, embedding and summary of sorted candidates."""
+    def _sort(self, rows: np.ndarray) -> np.ndarray:
+        """An order in which neighbours share their first decisions, and so the start of the rollout."""
+        key, combinations = np.zeros(len(rows), np.int64), 1
+        for slot in self._order:
+            size = len(self.space.slots[slot].options)
+            combinations *= size
+            if combinations > MAX_KEY:
+                break
+            key = key * size + rows[:, slot]
+        return np.argsort(key)
+
+    def _chunk(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray, np.ndarray, np.ndarray]]:
+        """Score, embedding and summary of sorted candidates, block by block."""
         n = len(rows)
         env = Env(self.space.decisions(rows), n, rows)
-        z = self.z0[None]
-        group = np.zeros(n, dtype=np.int64)  # which row of z each candidate has
-        known: frozenset[int] = frozenset()
+        # By action that many candidates share: what it brings to the transition, and which each of them has.
+        shared: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for i, step in enumerate(self.steps):
-            new = sorted(step.slots - known)
-            if new and len(z) < n:
-                known |= step.slots
-                key = group
-                for slot in new:
-                    key = key * len(self.space.slots[slot].options) + rows[:, slot]
-                _values, lead, group_ = np.unique(key, return_index=True, return_inverse=True)
-                if len(lead) > 0.7 * n:
-                    lead = group_ = np.arange(n)
-                z = z[group[lead]]
-                group = group_
-                leaders = lead
-            elif len(z) < n:
-                leaders = np.unique(group, return_index=True)[1]
-            else:
-                leaders = np.arange(n)
-            z = self.model.step(z, self._action(i, rows, env, leaders))
-        zT = z if len(z) == n and group[-1] == n - 1 else z[group]
-        summary = self.encoder.summarise(env)
-        score, embedding = self.model.rank(zT, summary, self.hardware)
-        return score, embedding, summary
+            if i in self._tables:
+                slot, table = self._tables[i]
+                shared[i] = table, np.zeros(n, np.intp) if slot is None else rows[:, slot]
+                continue
+            few, which = env.distinct(step.slots)
+            if which is not None:
+                shared[i] = self.model.action(step.type_id, step.features(few)), which
+        block = -(-n // -(-n // BLOCK))  # of about the same size each
+        for start in range(0, n, block):
+            part = slice(start, min(start + block, n))
+            some = env.part(part)
+            actions = {i: (table, which[part]) for i, (table, which) in shared.items()}
+            zT = self._rollout(rows[part], some, actions)
+            summary = self.encoder.summarise(some)
+            yield part, *self.model.rank(zT, summary, self.hardware), summary
 
-    def _action(self, i: int, rows: np.ndarray, env: Env, leaders: np.ndarray) -> np.ndarray:
-        if i in self._static:
-            return np.repeat(self._static[i], len(leaders), axis=0)
-        if i in self._tables:
-            slot, table = self._tables[i]
-            return table[rows[leaders, slot]]
-        step = self.steps[i]
-        few, which = env.distinct(step.slots)
-        if which is not None:
-            return self.model.action(step.type_id, step.features(few))[which[leaders]]
-        features = step.features(env)
-        return self.model.action(step.type_id, features if len(leaders) == len(rows) else features[leaders])
+    def _rollout(
+        self, rows: np.ndarray, env: Env, shared: dict[int, tuple[np.ndarray, np.ndarray]]
+    ) -> np.ndarray:
+        """Final latents of sorted candidates."""
+        n = len(rows)
+        z = self.z0[None]
+        group = np.zeros(n, np.intp)  # which row of z each candidate has
+        leads = group == np.arange(n)  # whether it is the first of those that have that row
+        leaders = np.flatnonzero(leads)
+        for i, step in enumerate(self.steps):
+            if self._fresh[i] and len(z) < n:
+                for slot in self._fresh[i]:
+                    leads[1:] |= rows[1:, slot] != rows[:-1, slot]
+                if leads.sum() > 0.7 * n:
+                    leads[:] = True
+                leaders = np.flatnonzero(leads)
+                z = z.take(group[leaders], axis=0)
+                group = np.cumsum(leads) - 1
+            if i in shared:
+                table, which = shared[i]
+                action = table.take(which[leaders], axis=0)
+            else:
+                features = step.features(env)
+                action = self.model.action(step.type_id, features if len(leaders) == n else features[leaders])
+            z = self.model.step(z, action)
+        return z if len(z) == n else z.take(group, axis=0)
 
 
 class TaskScorer:

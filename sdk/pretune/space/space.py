@@ -12,6 +12,7 @@ import numpy as np
 from pretune.compat import setup_tvm
 from pretune.hardware.hardware import vector_bits_of
 from pretune.hardware.target import llvm_features
+from pretune.native_log import quiet_native
 from pretune.space.packing import find_packing, pack, prefix_length
 from pretune.space.slots import Slot, factorisations
 from pretune.space.trace import sampling_indices, trace_to_json
@@ -275,7 +276,8 @@ def _generate(mod: tvm.IRModule, target: Target, seed: int) -> tuple[TuneContext
     context = ms.TuneContext(
         mod=mod, target=target, space_generator="post-order-apply", rand_state=seed, num_threads=1
     )
-    schedules = list(context.generate_design_space())
+    with quiet_native():  # of pooling, TOPI names a rule that TVM has not got for CPUs
+        schedules = list(context.generate_design_space())
     generator: Any = context.space_generator  # TVM annotates it as optional: the context has made it
     return context, schedules, list(generator.postprocs)
 
