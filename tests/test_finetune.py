@@ -66,7 +66,7 @@ def killed(programs, weights, tmp_path_factory) -> tuple[Path, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def finished(killed, programs, weights):
+def finished(killed, programs, weights, any_drift):
     """The result of the same run, resumed to its end, and what it reported on the way."""
     import pretune
     from pretune_export.finetune import plan
@@ -75,6 +75,7 @@ def finished(killed, programs, weights):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(plan.FINE_TUNING, "epochs", 1)
+        patch.setitem(plan.FINE_TUNING, "least_steps", 0)
         patch.setitem(plan.FINE_TUNING, "candidates_with_states", 2)
         result = pretune.finetune(**options(programs, out, weights), search=False, on_progress=seen.append)
     return result, seen
@@ -173,7 +174,7 @@ def test_a_finished_run_is_not_done_again(killed, finished, programs, weights):
     programs[1].write_text(before)
 
 
-def test_a_task_that_was_killed_with_its_share_does_not_end_the_run(killed, weights, tmp_path):
+def test_a_task_that_was_killed_with_its_share_does_not_end_the_run(killed, weights, tmp_path, any_drift):
     from pretune.hardware import detect, hardware_for_target
     from pretune.measure import MeasurePool
     from pretune.model import WorldModel, load_weights
@@ -362,6 +363,7 @@ def test_transfer_compares_fine_tuned_with_scratch(killed, finished, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(plan.FINE_TUNING, "epochs", 1)
+        patch.setitem(plan.FINE_TUNING, "least_steps", 0)
         made = transfer(config, tmp_path / "run", base=out / "base", schedules=[60])
     names = [(row["model"], row["drawn"]) for row in made]
     assert names == [("base", 0), ("scratch", 60), ("fine-tuned", 60), ("scratch", 600)]

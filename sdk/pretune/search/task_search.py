@@ -121,6 +121,7 @@ class TaskSearch:
         bar = order[min(len(order), 8 * several) - 1][0] if order else 0.0
         failures = 0
         postponed: list[tuple[float, int, int]] = []
+        below: list[tuple[float, Proposal]] = []
         for apart in (True, False) if spread else (False,):
             for item in order if apart or not spread else postponed:
                 if len(out) >= n or failures > 20 * several:
@@ -142,14 +143,20 @@ class TaskSearch:
                 if taken is not None and (taken != row).any():
                     # TVM took another compute location than was asked for: what came out was not ranked.
                     actual = self._score(k, taken[None], explore)
+                    row, score, features = taken, float(actual.score[0]), actual.features[0]
                     if actual.value[0] < bar:
+                        below.append((actual.value[0], Proposal(candidate, row, score, features)))
                         failures += 1
                         continue
-                    row, score, features = taken, float(actual.score[0]), actual.features[0]
                     self._tried[k].add(row.tobytes())
                 self._seen.add(candidate.shash)
                 chosen[k].append(row)
                 out.append(Proposal(candidate, row, score, features))
+        if below and not out:  # All that was ranked high came out as something else: then the best of that.
+            proposal = max(below, key=lambda item: item[0])[1]
+            self._seen.add(proposal.candidate.shash)
+            self._tried[proposal.candidate.space].add(proposal.row.tobytes())
+            out.append(proposal)
 
     def _too_large(self, candidate: Candidate) -> bool:
         return builds_for_minutes(candidate.mod, self.space.target)
