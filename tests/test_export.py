@@ -14,6 +14,7 @@ import pytest
 import tvm
 
 from commands import config_of, invoke
+from pretune.measure.noise import MAX_DRIFT
 from programs import TARGET, conv2d_relu, matmul
 
 torch = pytest.importorskip("torch")
@@ -35,7 +36,7 @@ def write_corpus(path, *tasks):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, any_drift):
     """The folder of everything `pretune-export` makes of five tasks."""
     root = tmp_path_factory.mktemp("export")
     write_corpus(
@@ -88,7 +89,7 @@ def test_a_dead_pool_leaves_the_tasks_to_do(made, tmp_path, monkeypatch):
     assert not (tmp_path / "c" / "failed.jsonl").exists()
 
 
-def test_a_task_measured_twice_is_read_once(tmp_path):
+def test_a_task_measured_twice_is_read_once(tmp_path, monkeypatch):
     """As after a run that was stopped in the middle of a task, and in the middle of a line."""
     from pretune_export.collect import CollectOptions, Collector, read_collected
 
@@ -98,6 +99,7 @@ def test_a_task_measured_twice_is_read_once(tmp_path):
              "calibration": [1.0, drift]}
         )  # fmt: skip
 
+    monkeypatch.setattr("pretune_export.collect.MAX_DRIFT", MAX_DRIFT)
     (tmp_path / "spaces.jsonl").write_text(json.dumps({"task": "t", "spaces": [[]]}) + "\n")
     (tmp_path / "measured.jsonl").write_text("\n".join([row(1.0, 1), row(2.0, 2), row(3.0, 3)[:20]]))
     collector = Collector(TARGET, tmp_path, CollectOptions(), pool=None)

@@ -320,14 +320,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_collected(
-    folders: Sequence[Path], max_drift: float = MAX_DRIFT
+    folders: Sequence[Path], max_drift: float | None = None
 ) -> tuple[dict[str, list], list[dict[str, Any]]]:
     """Design spaces by task id, and rows, of one or more folders that a `Collector` wrote.
 
-    Batches during which the machine's speed moved by more than `max_drift` are left out. A run that was
-    stopped in the middle of a task leaves rows that the next one measures again: of the same candidate, the
-    last row is kept.
+    Batches during which the machine's speed moved by more than `max_drift` (`MAX_DRIFT`) are left out. A run
+    that was stopped in the middle of a task leaves rows that the next one measures again: of the same
+    candidate, the last row is kept.
     """
+    most = MAX_DRIFT if max_drift is None else max_drift
     spaces: dict[str, list] = {}
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
     for folder in folders:
@@ -335,7 +336,7 @@ def read_collected(
             spaces[line["task"]] = line["spaces"]
         for row in read_lines(folder / "measured.jsonl"):
             before, after = row["calibration"]
-            if row["task"] in spaces and abs(after / before - 1) <= max_drift:
+            if row["task"] in spaces and abs(after / before - 1) <= most:
                 rows[_key(row)] = row
     return spaces, list(rows.values())
 

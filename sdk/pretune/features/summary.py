@@ -214,7 +214,7 @@ class Summary:
     vector: np.ndarray
     accumulators: np.ndarray
 
-    def take(self, which: np.ndarray) -> Summary:
+    def take(self, which: np.ndarray | slice) -> Summary:
         """Of other candidates, by the number of the one here that they agree with."""
         return Summary(
             self.features[which], self.points[:, which], self.vector[which], self.accumulators[which]
