@@ -280,6 +280,34 @@ def test_the_sdk_runs_what_was_exported(made):
     assert np.isfinite(score).all() and np.isfinite(features).all()
 
 
+def test_folded_networks_compute_the_same():
+    from pretune.features.schema import ACTION, SUMMARY
+    from pretune.hardware.hardware import VECTOR_SIZE
+    from pretune_export.folded import folded
+    from pretune_export.nets import Sizes, WorldModelNet
+
+    torch.manual_seed(0)
+    sizes = Sizes()
+    net = WorldModelNet(sizes).eval()
+    for inputs in (net.action.input, net.ranker.input):
+        width = len(inputs.mean)
+        spread = 3 * torch.rand(width) ** 4  # some hardly vary
+        inputs.fit(torch.randn(width) + spread * torch.randn(500, width))
+    z = torch.randn(64, sizes.latent)
+    inputs = {
+        "action": (torch.tensor([3]), 10 * torch.randn(64, len(ACTION))),  # much of it is cut
+        "transition": (z, torch.randn(64, sizes.transition_hidden)),
+        "ranker": (z, 10 * torch.randn(64, len(SUMMARY)), torch.rand(1, VECTOR_SIZE)),
+    }
+    parts = folded(net)
+    assert set(parts) == set(inputs)
+    with torch.no_grad():
+        for name, part in parts.items():
+            torch.testing.assert_close(
+                part(*inputs[name]), getattr(net, name)(*inputs[name]), rtol=1e-4, atol=1e-4
+            )
+
+
 def test_torch_and_onnx_score_a_trajectory_alike(made):
     """The rollout in torch, as trained, against the one the SDK runs."""
     from pretune.model import WorldModel, load_weights

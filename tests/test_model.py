@@ -49,6 +49,20 @@ def test_sharing_prefixes_changes_no_score(model, hardware, program):
         assert score.std() > 0
 
 
+def test_all_design_spaces_at_once_score_as_one_by_one(model, hardware):
+    space = TaskSpace.generate(softmax(), TARGET)
+    scorer = TaskScorer(model, space, hardware)
+    rng = np.random.default_rng(0)
+    sizes = [1100, 1, 0, *[37] * (len(space.spaces) - 3)]  # shared among threads, not worth it, none
+    rows = [design.sample(n, rng) for design, n in zip(space.spaces, sizes, strict=True)]
+    for k, (score, features) in enumerate(scorer.score_all(rows)):
+        alone = [scorer.score(k, rows[k][i : i + 300]) for i in range(0, len(rows[k]), 300)]
+        assert len(score) == len(features) == len(rows[k])
+        for i, (want, want_features) in enumerate(alone):
+            np.testing.assert_allclose(score[300 * i :][:300], want, atol=1e-5)
+            np.testing.assert_allclose(features[300 * i :][:300], want_features, atol=1e-5)
+
+
 def test_search_proposes_new_buildable_candidates(model, hardware):
     space = TaskSpace.generate(matmul(), TARGET)
     search = TaskSearch(space, TaskScorer(model, space, hardware), seed=1)

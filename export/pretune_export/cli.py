@@ -433,6 +433,18 @@ def onnx(config: Path, run: Path, out: Path) -> None:
 
 
 @main.command()
+@click.argument("weights", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def reexport(weights: Path) -> None:
+    """Export the networks of a WEIGHTS folder to ONNX again, without the run that trained them."""
+    from pretune.hub.validate import validate
+    from pretune_export.onnx import export_again
+
+    worst = export_again(weights)
+    validate(weights)
+    click.echo(f"{weights}: within {worst:.1e} of torch")
+
+
+@main.command()
 @click.argument("run", type=FOLDER)
 @click.argument("out", type=FOLDER)
 def card(run: Path, out: Path) -> None:

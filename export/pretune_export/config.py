@@ -35,6 +35,9 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     base : str
         Weights folder whose networks are to be fine-tuned, if any: all of them, with their sizes and the
         spread of their inputs.
+    base_share : float
+        Share of the base in the weights that are kept, which lie on the line from the trained ones to it
+        (Wortsman et al., 2022, "Robust fine-tuning of zero-shot models").
     average : float
         Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
     threads : int
@@ -61,6 +64,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     regression: float = 0.3
     pretrained: str = ""
     base: str = ""
+    base_share: float = 0.0
     average: float = 0.995
     without: str = ""
     seed: int = 0

@@ -21,7 +21,7 @@ from pretune.hardware.hardware import VECTOR_SIZE
 from pretune.hub.validate import write_reference
 from pretune.model.weights import FORMAT_VERSION, MAX_IR, MAX_OPSET
 from pretune_export.folded import folded
-from pretune_export.nets import WorldModelNet
+from pretune_export.nets import WorldModelNet, load_net
 
 TOLERANCE = 1e-4
 """Largest difference between torch and ONNX Runtime, relative to the largest output."""
@@ -78,10 +78,33 @@ def export_weights(
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     write_reference(out)
-    write_manifest(
-        out, {**provenance, "parity": worst, "exported": datetime.now(UTC).isoformat(timespec="seconds")}
-    )
+    write_manifest(out, {**provenance, "parity": worst, "exported": _now()})
     return out
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def export_again(folder: Path) -> float:
+    """Write the ONNX files of a weights folder anew, from its safetensors, as this version exports them.
+
+    Returns
+    -------
+    float
+        The largest relative difference from torch.
+
+    Raises
+    ------
+    RuntimeError
+        If ONNX Runtime and torch disagree.
+    """
+    provenance = json.loads((folder / "manifest.json").read_text())["provenance"]
+    provenance["parity"] = export_networks(load_net(folder), folder)
+    provenance["exported"] = _now()
+    write_reference(folder)
+    write_manifest(folder, provenance)
+    return provenance["parity"]
 
 
 def export_networks(net: WorldModelNet, out: Path) -> float:

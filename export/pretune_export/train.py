@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -141,8 +142,10 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     with first_alone():
         data = load_data(config, cache)
+    base = None
     if config.base:
-        net = load_net(Path(config.base)).train()
+        base = load_net(Path(config.base))
+        net = copy.deepcopy(base).train()
     else:
         net = WorldModelNet(Sizes(**config.sizes))
         fit_inputs(net, data)
@@ -215,15 +218,13 @@ def train(
         }
         done = epoch + 1 == epochs or any_of(time.time() > deadline)
         if (epoch + 1) % every == 0 or done:
-            quality = validate(
-                cast(WorldModelNet, average.module), data.validation, data.machines, config.without
-            )
+            kept = _between(cast(WorldModelNet, average.module), base, config.base_share)
+            quality = validate(kept, data.validation, data.machines, config.without)
             line |= {f"validation_{k}": round(v, 4) for k, v in quality.items()}
             value = merit(quality)
             if value > best["value"]:
                 best = {"value": value, "epoch": epoch + 1, **quality}
-                weights = average.module.state_dict()
-                _save(out / "best.pt", net=weights, sizes=sizes.to_dict(), best=best, key=key)
+                _save(out / "best.pt", net=kept.state_dict(), sizes=sizes.to_dict(), best=best, key=key)
         if lead:
             with (out / "log.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -237,6 +238,17 @@ def train(
             break
     wait_for_all()  # Whoever returns finds the files.
     return best
+
+
+@torch.no_grad()
+def _between(net: WorldModelNet, base: WorldModelNet | None, share: float) -> WorldModelNet:
+    """`net`, moved so much of the way to `base`."""
+    if base is None or not share:
+        return net
+    net = copy.deepcopy(net)
+    for weight, start in zip(net.parameters(), base.parameters(), strict=True):
+        weight.lerp_(start, share)
+    return net
 
 
 def _save(path: Path, **content: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
+import inspect
 import platform
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +111,37 @@ def setup_tvm(target: Target | str = "llvm") -> None:
         parent: Any = tvm.s_tir
         parent.tensor_intrin = package
         _set_up_with_each_context()
-    for name in _families(target):
-        importlib.import_module(f"{_PACKAGE}.{name}")
+    with _quick_stacks():
+        for name in _families(target):
+            importlib.import_module(f"{_PACKAGE}.{name}")
+
+
+@contextlib.contextmanager
+def _quick_stacks() -> Iterator[None]:
+    """Have `inspect.stack` read the source of three frames only.
+
+    TVMScript calls it for each function that it parses, 360 times for CUDA, and reads the third frame's line.
+    For the frames of an import, which have no file, Python searches all modules: tens of seconds in all.
+    """
+    original = inspect.stack
+
+    def stack(context: int = 1) -> list[inspect.FrameInfo]:
+        frames: list[inspect.FrameInfo] = []
+        frame = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            found = (code.co_filename, frame.f_lineno, code.co_name, None, None)
+            if len(frames) < 3:
+                found = inspect.getframeinfo(frame, context)
+            frames.append(inspect.FrameInfo(frame, *found))
+            frame = frame.f_back
+        return frames
+
+    inspect.stack = stack
+    try:
+        yield
+    finally:
+        inspect.stack = original
 
 
 def _set_up_with_each_context() -> None:

@@ -99,8 +99,7 @@ def _row(bench: Bench, task: Task, rounds: int) -> dict[str, Any]:
         rows = [one.sample(CANDIDATES // len(space.spaces), rng) for one in space.spaces]
         start = time.perf_counter()
         scorer = TaskScorer(bench.model, space, bench.hardware)  # the encoder's part is counted too
-        for k, some in enumerate(rows):
-            scorer.score(k, some)
+        scorer.score_all(rows)
         times["pretune_rate"].append(sum(map(len, rows)) / (time.perf_counter() - start))
 
         search = TaskSearch(space, scorer, seed=turn)

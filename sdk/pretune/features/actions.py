@@ -692,7 +692,9 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
             depth = env.get(where)
             hit = (position > depth) if inside else (position <= depth)
             value = env.get(extent)
-            return np.where(hit, value, 1.0) if isinstance(depth, np.ndarray) else (value if hit else 1.0)
+            if not isinstance(depth, np.ndarray):
+                return value if hit else 1.0
+            return np.where(hit, np.asarray(value, np.float32), np.float32(1.0))
 
         return Extent(evaluate, extent.slots | where.slots)
 

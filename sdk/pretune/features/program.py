@@ -62,11 +62,11 @@ class Access:
 
     def stride(self, var: int) -> float:
         """Elements by which the address moves when `var` grows by one."""
-        slopes = [form.get(var, 0.0) for form in self.index]
-        if any(abs(slope) >= 1 for slope in slopes):
+        moves = [(form[var], d) for d, form in enumerate(self.index) if var in form]
+        if len(moves) > 1 and any(abs(slope) >= 1 for slope, _d in moves):
             # [x // 28, x % 28] moves by one element: what the remainder falls back by, the division makes up.
-            slopes = [slope if abs(slope) >= 1 else 0.0 for slope in slopes]
-        return sum(s * slope for s, slope in zip(self.buffer.strides, slopes, strict=True))
+            moves = [(slope, d) for slope, d in moves if abs(slope) >= 1]
+        return sum((self.buffer.strides[d] * slope for slope, d in moves), 0.0)
 
 
 @dataclass

@@ -55,7 +55,11 @@ def encode_state(func: Any, *, cores: int = 1) -> State:
     cores : int
         Cores of the target, which decide how well a parallel loop is balanced.
     """
-    blocks = read_program(func)
+    return encode_blocks(read_program(func), cores=cores)
+
+
+def encode_blocks(blocks: Sequence[Block], *, cores: int = 1) -> State:
+    """As `encode_state`, from what `program.read_program` has read."""
     if len(blocks) > MAX_BLOCKS:
         kept = sorted(range(len(blocks)), key=lambda i: -blocks[i].points * blocks[i].cost)[:MAX_BLOCKS]
         blocks = [blocks[i] for i in sorted(kept)]

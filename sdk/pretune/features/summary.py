@@ -58,7 +58,7 @@ class Shape:
         self.levels = [(at, c) for at, loop in enumerate(nest.loops) for c in loop.components][::-1]
         self.rank = nest.rank
         self.others = [a for a in nest.accesses if a not in nest.rank]
-        self.axes, self.cost = nest.axes, nest.cost
+        self.axes, self.cost, self.last = nest.axes, nest.cost, len(nest.loops) - 1
         strides = [[abs(a.stride(c.axis)) for _at, c in self.levels] for a in self.rank]
         self.strides = np.array(strides, dtype=np.float32).reshape(len(self.rank), len(self.levels))
         # Accesses often share dimensions: each is followed once.
@@ -103,7 +103,10 @@ class Walk:
         kept = [i for i, extent in enumerate(every) if isinstance(extent, np.ndarray) or extent != 1.0]
         extents = [every[i] for i in kept]
         self.levels = [shape.levels[i] for i in kept]
-        self._strides = shape.strides[:, kept]
+        self._strides, self.last = shape.strides[:, kept], shape.last
+        self._lanes = [_Lanes(access, env.n) for access in (*shape.rank, *shape.others)]
+        self._ranked = self._lanes[: len(shape.rank)]
+        self._joined: list[tuple[np.ndarray | bool, list[np.ndarray]]] = []
         self.steps: list[Value] = []
         self.extents = np.zeros((len(kept) + 1, env.n), dtype=np.float32)
         self.points = np.ones_like(self.extents)
@@ -182,6 +185,27 @@ class Walk:
         rows[_N["redundancy"]] = np.log2(np.maximum(points[-1] / np.maximum(full, 1.0), 2.0**-8)) * 0.125
         rows[_WALK_LOGS] = log2(rows[_WALK_LOGS])
         return rows
+
+    def join(self, i: int) -> tuple[np.ndarray | bool, list[np.ndarray]]:
+        """Whether the accesses let the loop of level `i` join those within it in a vector.
+
+        Returns
+        -------
+        allowed : numpy.ndarray or bool
+            bool ``[n]``
+        ramps : list of numpy.ndarray
+            bool ``[n]`` for each ranked access: whether its lanes are consecutive elements, or one element.
+        """
+        # Nests that differ in their cuts only ask again.
+        while len(self._joined) <= i:
+            level = len(self._joined)
+            allowed: np.ndarray | bool = self.single[level]
+            if not self.levels[level][1].is_reduce:
+                allowed = True
+                for lanes in self._lanes:
+                    allowed = allowed & lanes.join(self, level)
+            self._joined.append((allowed, [lanes.ramp for lanes in self._ranked]))
+        return self._joined[i]
 
 
 def count(holds: np.ndarray) -> np.ndarray:
@@ -316,26 +340,24 @@ class _Lanes:
         self._next: Value = 1.0  # stride that goes on where the loops so far end; 1 before the first
         self._run = np.ones(n, dtype=bool)  # whether the lanes so far are consecutive elements
         self._same = np.ones(n, dtype=bool)  # whether they are one element
-        self.length = np.zeros(n, dtype=np.uint8)  # levels over which they are either
+        self.ramp = self._same  # whether they are either
 
-    def join(self, walk: Walk, i: int, innermost: bool) -> Value:
+    def join(self, walk: Walk, i: int) -> np.ndarray | bool:
         """Let the loop of level `i` join those within it; True where the access allows it."""
         single, extent, points = walk.single[i], walk.extents[i], walk.points[i]
         stride = self._stride(walk.levels[i][1].axis, walk.steps[i])
         if stride is None:
             self._run = self._run & single
+            self.ramp = self._run | self._same
             return True
         allowed = (stride == self._next) | single
-        if innermost:
+        if walk.levels[i][0] == walk.last:
             allowed = allowed | self._same  # it is the first that the access depends on
         self._run = self._run & ((stride == points) | single)
         self._same = self._same & single
         self._next = np.where(single, self._next, stride * extent)
+        self.ramp = self._run | self._same
         return allowed
-
-    def grow(self, joined: np.ndarray) -> None:
-        """Count a level, where it joined the vector."""
-        self.length += joined & (self._run | self._same)
 
     def _stride(self, axis: int, step: Value) -> Value | None:
         """Elements from one iteration to the next, as the postprocessor sees them: along one dimension."""
@@ -349,12 +371,10 @@ class _Lanes:
 def _vector(
     nest: Nest, walk: Walk, cuts: Sequence[Value], limit: float
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Levels that become the vector: uint8 ``[n]``; and for each ranked access `_Lanes.length`."""
-    n = walk.points.shape[1]
-    last = len(nest.loops) - 1
-    ranked = [_Lanes(a, n) for a in nest.shape.rank]
-    lanes = ranked + [_Lanes(a, n) for a in nest.shape.others]
+    """Levels that become the vector, and over which of them each ranked access is a ramp: uint8 ``[n]``."""
+    n, last = walk.points.shape[1], walk.last
     depth, goes_on = np.zeros(n, dtype=np.uint8), np.ones(n, dtype=bool)
+    lengths = [depth.copy() for _access in nest.shape.rank]
     # No vector across a loop whose body holds another block too.
     cut: Value = -1.0
     for one in cuts:
@@ -362,18 +382,16 @@ def _vector(
     for i, (position, component) in enumerate(walk.levels):
         if cuts:
             goes_on &= position > cut
-        if component.is_reduce:
-            goes_on &= walk.single[i]
-        else:
+        if not component.is_reduce:
             goes_on &= walk.points[i + 1] <= limit
-            for one in lanes:
-                goes_on &= one.join(walk, i, position == last)
         if not goes_on.any():
             break
+        allowed, ramps = walk.join(i)
+        goes_on &= allowed
         depth += goes_on
-        for one in ranked:
-            one.grow(goes_on)
-    return depth, [one.length for one in ranked]
+        for length, ramp in zip(lengths, ramps, strict=True):
+            length += goes_on & ramp
+    return depth, lengths
 
 
 def _fused(nest: Nest, env: Env, cuts: Sequence[Value], limit: float) -> Value:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretune.features import ActionEncoder, encode_state
+from pretune.features import ActionEncoder
 from pretune.features.nest import Env
 from pretune.features.program import read_program
 from pretune.features.schema import SUMMARY
+from pretune.features.state import encode_blocks
 
 if TYPE_CHECKING:
     from pretune.hardware import Hardware
     from pretune.model.world_model import WorldModel
     from pretune.space import DesignSpace, TaskSpace
 
-CHUNK, MIN_CHUNK = 8192, 256
+CHUNK, MIN_CHUNK = 8192, 512
 """Candidates whose features are computed at once: many, so that numpy's calls cost little."""
 
-BLOCK = 768
+BLOCK = 1536
 """Candidates rolled out at once: few, so that what goes from network to network stays in the caches."""
 
 MAX_KEY = 1 << 62
+"""Of the numbers that candidates are sorted by."""
+
+Scored = tuple[np.ndarray, np.ndarray]
+"""Score and features, as `SpaceScorer.score` returns them."""
 
 
 class SpaceScorer:
@@ -76,13 +81,13 @@ class SpaceScorer:
                 few = Env(table, len(options))
             self._tables[i] = slot, model.action(step.type_id, step.features(few))
 
-    def score(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def score(self, rows: np.ndarray) -> Scored:
         """Score candidates.
 
         Parameters
         ----------
         rows : numpy.ndarray
-            Option indices, int ``[n, slots]``, at least one row.
+            Option indices, int ``[n, slots]``.
 
         Returns
         -------
@@ -91,23 +96,9 @@ class SpaceScorer:
         features : numpy.ndarray
             float32 ``[n, embedding + summary]``: the ranker's embedding, and the summary of the actions.
         """
-        n, width = len(rows), self.model.weights.config.sizes["embedding"]
-        score = np.empty(n, np.float32)
-        features = np.empty((n, width + len(SUMMARY)), np.float32)
-        order = self._sort(rows)
-        threads = self.model.num_threads
-        rounds = -(-n // (CHUNK * threads))
-        chunk = max(MIN_CHUNK, -(-n // (rounds * threads)))  # as many chunks for each thread
+        return _score_all(self.model, [(self, rows)])[0]
 
-        def fill(which: np.ndarray) -> None:
-            for part, *found in self._chunk(rows[which]):
-                at = which[part]
-                score[at], features[at, :width], features[at, width:] = found
-
-        self.model.map(fill, [order[i : i + chunk] for i in range(0, n, chunk)])
-        return score, features
-
-    def _sort(self, rows: np.ndarray) -> np.ndarray:
+    def sort(self, rows: np.ndarray) -> np.ndarray:
         """An order in which neighbours share their first decisions, and so the start of the rollout."""
         key, combinations = np.zeros(len(rows), np.int64), 1
         for slot in self._order:
@@ -118,7 +109,7 @@ class SpaceScorer:
             key = key * size + rows[:, slot]
         return np.argsort(key)
 
-    def _chunk(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray, np.ndarray, np.ndarray]]:
+    def chunk(self, rows: np.ndarray) -> Iterator[tuple[slice, np.ndarray, np.ndarray, np.ndarray]]:
         """Score, embedding and summary of sorted candidates, block by block."""
         n = len(rows)
         env = Env(self.space.decisions(rows), n, rows)
@@ -169,6 +160,40 @@ class SpaceScorer:
         return z if len(z) == n else z.take(group, axis=0)
 
 
+def _score_all(model: WorldModel, work: Sequence[tuple[SpaceScorer, np.ndarray]]) -> list[Scored]:
+    """Score candidates of several design spaces, such that every thread has as much to do."""
+    width = model.weights.config.sizes["embedding"]
+    share = -(-sum(len(rows) for _space, rows in work) // model.num_threads)
+    chunk = min(CHUNK, max(MIN_CHUNK, share))
+    jobs: list[tuple[int, np.ndarray]] = []  # which of the design spaces, and which of its candidates
+    found: list[Scored] = []
+    for number, (space, rows) in enumerate(work):
+        n = len(rows)
+        found.append((np.empty(n, np.float32), np.empty((n, width + len(SUMMARY)), np.float32)))
+        if n:
+            jobs += [(number, part) for part in np.array_split(space.sort(rows), -(-n // chunk))]
+    jobs.sort(key=_size)
+    while len(jobs) % model.num_threads and _size(jobs[-1]) >= 2 * MIN_CHUNK:
+        number, largest = jobs.pop()
+        jobs += [(number, half) for half in np.array_split(largest, 2)]
+        jobs.sort(key=_size)
+
+    def run(job: tuple[int, np.ndarray]) -> None:
+        number, which = job
+        space, rows = work[number]
+        score, features = found[number]
+        for part, *results in space.chunk(rows[which]):
+            at = which[part]
+            score[at], features[at, :width], features[at, width:] = results
+
+    model.map(run, jobs[::-1])  # small ones last, for whichever thread is free
+    return found
+
+
+def _size(job: tuple[int, np.ndarray]) -> int:
+    return len(job[1])
+
+
 class TaskScorer:
     """Scores candidates of all design spaces of a task.
 
@@ -184,18 +209,22 @@ class TaskScorer:
         attrs: Any = space.target.attrs  # TVM annotates it as a string
         cores = int(attrs.get("num-cores", hardware.cores) or hardware.cores)
         vector = np.asarray(hardware.vector(), dtype=np.float32)
+        self.model = model
         self.embedding_width = model.weights.config.sizes["embedding"]
         self.spaces = []
         encoded: dict[int, tuple[Any, Any]] = {}  # blocks and latent of each initial program, by its address
         for design in space.spaces:
-            func = design.program["main"]
             if id(design.program) not in encoded:
-                z0 = model.encode(encode_state(func, cores=cores))
-                encoded[id(design.program)] = read_program(func), z0
+                blocks = read_program(design.program["main"])
+                encoded[id(design.program)] = blocks, model.encode(encode_blocks(blocks, cores=cores))
             blocks, z0 = encoded[id(design.program)]
             encoder = ActionEncoder(blocks, design.insts, cores, design.first)
             self.spaces.append(SpaceScorer(model, design, encoder, z0, vector))
 
-    def score(self, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def score(self, k: int, rows: np.ndarray) -> Scored:
         """Score option indices of design space `k`; see `SpaceScorer.score`."""
         return self.spaces[k].score(rows)
+
+    def score_all(self, rows: Sequence[np.ndarray]) -> list[Scored]:
+        """Score option indices of all design spaces, one array for each, faster than one after the other."""
+        return _score_all(self.model, list(zip(self.spaces, rows, strict=True)))

@@ -142,7 +142,7 @@ class TaskSearch:
                 taken = self._row_of(k, candidate.decisions)
                 if taken is not None and (taken != row).any():
                     # TVM took another compute location than was asked for: what came out was not ranked.
-                    actual = self._score(k, taken[None], explore)
+                    actual = self._pool(taken[None], *self.scorer.score(k, taken[None]), explore)
                     row, score, features = taken, float(actual.score[0]), actual.features[0]
                     if actual.value[0] < bar:
                         below.append((actual.value[0], Proposal(candidate, row, score, features)))
@@ -199,15 +199,13 @@ class TaskSearch:
     def _evolve(self, explore: float) -> list[_Pool]:
         spaces = self.space.spaces
         share = POPULATION // len(spaces)
-        pools = [
-            self._score(k, self._unique(space.sample(share, self.rng)), explore)
-            for k, space in enumerate(spaces)
-        ]
+        pools = self._score_all([self._unique(space.sample(share, self.rng)) for space in spaces], explore)
         for _generation in range(GENERATIONS):
             values = np.concatenate([pool.value for pool in pools])
             if len(values) < 2:
                 break
             bar = np.partition(values, -min(PARENTS, len(values)))[-min(PARENTS, len(values))]
+            fresh = [pool.rows[:0] for pool in pools]
             for k, pool in enumerate(pools):
                 parents = pool.rows[pool.value >= bar][:PARENTS]
                 trials = [row for _latency, space, row in self._best[:16] if space == k]
@@ -223,9 +221,8 @@ class TaskSearch:
                     spaces[k].mutate(a, self.rng),
                     spaces[k].mutate(spaces[k].crossover(a, b, self.rng), self.rng, rate=0.5),
                 )
-                fresh = self._unique(children, pool.rows)
-                if len(fresh):
-                    pools[k] = _merge(pool, self._score(k, fresh, explore))
+                fresh[k] = self._unique(children, pool.rows)
+            pools = [_merge(*pair) for pair in zip(pools, self._score_all(fresh, explore), strict=True)]
         return pools
 
     def _row_of(self, k: int, decisions: Sequence[np.ndarray]) -> np.ndarray | None:
@@ -236,7 +233,7 @@ class TaskSearch:
 
     def _neighbours(self) -> list[_Pool]:
         """Small changes of the best trials, by their expected latency alone."""
-        pools = []
+        near = []
         for k, design in enumerate(self.space.spaces):
             best = [row for _latency, space, row in self._best[:4] if space == k]
             rows = (
@@ -244,27 +241,25 @@ class TaskSearch:
                 if best
                 else design.sample(0, self.rng)
             )
-            pools.append(self._score(k, self._unique(design.mutate(rows, self.rng, rate=0.5)), 0.0))
-        return pools
+            near.append(self._unique(design.mutate(rows, self.rng, rate=0.5)))
+        return self._score_all(near, 0.0)
 
     def _feature_scale(self) -> np.ndarray:
         """Divisors under which random candidates differ by about 1 in the embedding and 1 in the summary."""
-        parts = [
-            self.scorer.score(k, design.sample(256, self.rng))[1]
-            for k, design in enumerate(self.space.spaces)
-        ]
-        variance = np.concatenate(parts).var(axis=0)
+        samples = [design.sample(256, self.rng) for design in self.space.spaces]
+        variance = np.concatenate([features for _, features in self.scorer.score_all(samples)]).var(axis=0)
         width = self.scorer.embedding_width
         scale = np.empty(len(variance))
         for group in (slice(0, width), slice(width, None)):
             scale[group] = np.sqrt(variance[group].sum()) + 1e-6
         return scale
 
-    def _score(self, k: int, rows: np.ndarray, explore: float) -> _Pool:
-        if not len(rows):
-            empty = np.zeros(0)
-            return _Pool(rows, empty, np.zeros((0, 1)), empty)
-        score, features = self.scorer.score(k, rows)
+    def _score_all(self, rows: Sequence[np.ndarray], explore: float) -> list[_Pool]:
+        """Pools of all design spaces, from the decision vectors of each."""
+        found = self.scorer.score_all(rows)
+        return [self._pool(some, *scored, explore) for some, scored in zip(rows, found, strict=True)]
+
+    def _pool(self, rows: np.ndarray, score: np.ndarray, features: np.ndarray, explore: float) -> _Pool:
         self.scored += len(rows)
         if self.posterior is None:
             return _Pool(rows, score, features, score.astype(np.float64))
