@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hurried import hurry
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_weights_of_the_user(tmp_path_factory):
@@ -16,6 +18,12 @@ def _no_weights_of_the_user(tmp_path_factory):
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.delenv("PRETUNE_LOCK", raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _hurried_workers():
+    """Candidates do not wait for a busy machine."""
+    hurry()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,7 @@ def any_drift():
 @pytest.fixture
 def few_rounds(monkeypatch):
     """Winners are timed in two rounds of turns: more are no other test, but take long on a busy machine."""
-    for name in ("tuning.FINAL_ROUNDS", "bench.row.ROUNDS"):
+    for name in ("tuning.FINAL_ROUNDS", "bench.turns.ROUNDS"):
         monkeypatch.setattr(f"pretune.{name}", 2)
 
 

@@ -24,6 +24,7 @@ def test_averages():
     assert spearman([1, 2], [1, 2]) is None
 
 
+@pytest.mark.usefixtures("few_rounds")
 def test_the_baseline_names_its_winners_in_turns(tmp_path):
     pytest.importorskip("xgboost")
     task = make_task("matmul", matmul(16, 16, 16)["main"])

@@ -229,7 +229,7 @@ atexit.register(lambda: print(open('{tmp_path}/out/records.jsonl').read(), end='
 
 # -- a whole run ---------------------------------------------------------------------------------------------
 
-TRIALS = 6
+TRIALS = 4
 
 
 @pytest.fixture(scope="module")
@@ -254,8 +254,9 @@ def test_a_run(tuned):
     assert [record.trial for record in trials] == list(range(TRIALS + 1))
     assert trials[0].trace is None and len({record.trace_key for record in trials}) == TRIALS + 1
     assert any(record.kind == "final" for record in records)
-    lines = [line for line in err.splitlines() if not line.startswith("notice: the machine was busy")]
-    assert lines[0].startswith("task 1/1 matmul  0/6 trials") and lines[-1].startswith("task 1/1 matmul  ")
+    lines = err.splitlines()
+    assert lines[0].startswith(f"task 1/1 matmul  0/{TRIALS} trials")
+    assert lines[-1].startswith("task 1/1 matmul  ")
     assert f"search, {TRIALS} trials" in lines[-1] or "default: nothing was faster" in lines[-1]
 
 

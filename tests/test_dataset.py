@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import shutil
@@ -15,12 +16,19 @@ PUBLISHED = Path(__file__).parents[1] / "hub_cards" / "datasets" / "cpu-x86-64-v
 MACHINE = "rocketlake-2"
 
 
+@functools.cache
+def published():
+    """Tasks, design spaces, rows and machines of a published folder: reading them takes a while."""
+    from pretune_export.dataset import read_parquet
+
+    return read_parquet(PUBLISHED)
+
+
 def taken(count):
     """Some published tasks, their design spaces, and their rows on one machine."""
-    from pretune_export.dataset import read_parquet
     from pretune_export.networks import CorpusTask
 
-    tasks, spaces, rows, machines = read_parquet(PUBLISHED)
+    tasks, spaces, rows, machines = published()
     measured_here = {row["task"] for row in rows[MACHINE]}
     chosen = [
         CorpusTask(
@@ -49,11 +57,10 @@ def measured(folder, machine="one"):
     return found
 
 
-def add(folder, part, parts, shards):
+def add(folder, part, parts, shards, tasks, spaces, rows, machine):
     """One of several writers, in a process of its own."""
     from pretune_export.dataset import write_parquet
 
-    tasks, spaces, rows, machine = taken(6)
     mine = rows[part::parts]
     for k in range(shards):
         write_parquet(folder, tasks, spaces, mine[k::shards], machine, append=True)
@@ -64,7 +71,8 @@ def test_many_writers_and_a_compaction_lose_nothing(tmp_path):
     from pretune_export.dataset import compact
 
     processes = multiprocessing.get_context("spawn")
-    writers = [processes.Process(target=add, args=(tmp_path, part, 3, 6)) for part in range(3)]
+    everything = taken(6)
+    writers = [processes.Process(target=add, args=(tmp_path, part, 3, 6, *everything)) for part in range(3)]
     for writer in writers:
         writer.start()
     compacted = 0
@@ -75,7 +83,7 @@ def test_many_writers_and_a_compaction_lose_nothing(tmp_path):
         except InputError:  # Nobody has written yet.
             pass
     assert [writer.exitcode for writer in writers] == [0, 0, 0] and compacted
-    _tasks, spaces, rows, _machine = taken(6)
+    _tasks, spaces, rows, _machine = everything
     want = {key(row, spaces): row["latencies"] for row in rows}
     assert measured(tmp_path) == want
     assert compact(tmp_path) == {"one": len(want)}

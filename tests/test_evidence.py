@@ -288,9 +288,10 @@ def evaluation(root):
         json.dumps(bench(64, 64, {"a": [1.5, 2.0], "b": [1.5, 2.0]}, zero=0.8, curves=CURVES))
     )
     invoke("baselines", root / "config.toml", run, "--only", "xgboost-regression")
-    invoke("scaling", root / "config.toml", run, "--tasks", 4, "--schedules", 8)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pretune_export.processes.CHUNK", 100)  # starting processes takes longer than encoding
         patch.setattr("pretune_export.evaluate.MANY", 20)
+        invoke("scaling", root / "config.toml", run, "--tasks", 4, "--schedules", 8)
         invoke("evaluate", root / "config.toml", run)
     return json.loads((run / "evaluation.json").read_text())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,16 @@ from programs import TARGET, matmul
 torch = pytest.importorskip("torch")
 
 TRIALS = 48
+COMMAND = """
+import math
+from hurried import hurry
+from pretune_export import collect
+hurry()
+collect.MAX_DRIFT = math.inf
+from pretune.cli import main
+main()
+"""
+"""`pretune` in a process of its own that measures on a busy machine as the tests do."""
 NO_FARM = RPCAddress("127.0.0.1", 1, "key")
 
 
@@ -53,9 +64,10 @@ def killed(programs, weights, tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder of a run that was killed in the middle of a batch, and what it had measured."""
     out = tmp_path_factory.mktemp("runs") / "out"
     tasks = [part for path in programs for part in ("--tasks", str(path))]
-    command = [sys.executable, "-m", "pretune.cli", "finetune", *tasks, "--target", str(TARGET)]
+    command = [sys.executable, "-c", COMMAND, "finetune", *tasks, "--target", str(TARGET)]
     command += ["--trials", str(TRIALS), "--base", str(weights), "--out", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
     while not (rows(out) and rows(out, "pending")) and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)

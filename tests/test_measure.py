@@ -132,7 +132,7 @@ def test_a_slow_candidate_is_stopped_early(shared: MeasurePool) -> None:
 
 
 def test_one_build_gives_a_latency_on_one_thread_too(shared: MeasurePool) -> None:
-    fast, slow = shared.measure([tiled(128), matmul(384)], best=1e-4, serial=True)
+    fast, slow = shared.measure([tiled(128), matmul(384)], best=1e-3, serial=True)
     assert fast.ok and fast.serial_latencies
     assert slow.stopped_early and not slow.serial_latencies
     assert not shared.measure([tiled(128)])[0].serial_latencies
@@ -262,18 +262,18 @@ def test_nothing_is_timed_while_something_builds() -> None:
 
 
 def test_a_build_has_a_deadline() -> None:
-    with MeasurePool(TARGET, workers=2, build_timeout=2) as pool:
+    with MeasurePool(TARGET, workers=2, build_timeout=4) as pool:
         start = time.monotonic()
         good, endless, other = pool.measure([tiled(64), unrolled(32), matmul(64)])
         assert time.monotonic() - start < 60
     assert good.ok and other.ok
-    assert endless.error_kind == "build-timeout" and "2 s" in endless.error
-    assert endless.build_s >= 1.9
+    assert endless.error_kind == "build-timeout" and "4 s" in endless.error
+    assert endless.build_s >= 3.9
 
 
-def test_a_run_has_a_deadline() -> None:
-    with MeasurePool(TARGET, workers=1, run_timeout=1) as pool:
-        slow, good = pool.measure([matmul(2048), tiled(64)])  # 17 billion operations, one at a time
+def test_a_run_has_a_deadline(shared: MeasurePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "run_timeout", 2)
+    slow, good = shared.measure([matmul(2048), tiled(64)])  # 17 billion operations, one at a time
     assert slow.error_kind == "run-timeout" and good.ok
 
 
@@ -288,15 +288,14 @@ def test_sigkill_costs_one_candidate(building: bool) -> None:
     assert killed.error_kind == "crash" and "SIGKILL" in killed.error
 
 
-def test_an_idle_worker_that_dies_costs_nothing() -> None:
-    with MeasurePool(TARGET, workers=1) as pool:
-        assert pool.measure([tiled(64)])[0].ok
-        processes(pool)[0].send_signal(signal.SIGKILL)
-        time.sleep(0.2)
-        assert all(result.ok for result in pool.measure([tiled(64), matmul(64)]))
-        processes(pool)[0].send_signal(signal.SIGKILL)
-        time.sleep(0.2)
-        assert pool.calibrate() > 0
+def test_an_idle_worker_that_dies_costs_nothing(shared: MeasurePool) -> None:
+    assert shared.measure([tiled(64)])[0].ok
+    processes(shared)[0].send_signal(signal.SIGKILL)
+    time.sleep(0.2)
+    assert all(result.ok for result in shared.measure([tiled(64), matmul(64)]))
+    processes(shared)[0].send_signal(signal.SIGKILL)
+    time.sleep(0.2)
+    assert shared.calibrate() > 0
 
 
 def test_ctrl_c_ends_the_workers_and_the_pool_goes_on() -> None:

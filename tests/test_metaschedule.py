@@ -51,7 +51,10 @@ def test_as_a_search_strategy(pool, tmp_path, weights):
 
 
 def test_as_a_cost_model(pool, tmp_path, weights):
-    database, latencies = tune(pool, tmp_path, 8, strategy="evolutionary", cost_model=CostModel(weights))
+    from tvm.s_tir import meta_schedule as ms
+
+    strategy = ms.search_strategy.EvolutionarySearch(population_size=64)  # stock's 512 take longer to score
+    database, latencies = tune(pool, tmp_path, 8, strategy=strategy, cost_model=CostModel(weights))
     assert len(latencies) == 8
     # One record for each, in their order.
     assert [float(r.run_secs[0]) for r in database.get_all_tuning_records()] == pytest.approx(latencies)

@@ -212,6 +212,8 @@ class Collector:
     def _chunk(
         self, task: str, policy: str, batch: Sequence[Candidate], best: float | None
     ) -> list[Measured]:
+        # Until the batch is through, its rows say that the machine's speed has not moved: should the run be
+        # killed, they are kept.
         def row(i: int, result: Measured) -> dict[str, Any]:
             return {
                 "task": task,
@@ -261,7 +263,10 @@ def with_choice(
 
     def size(task: CorpusTask) -> float:
         mod: Any = tvm.ir.load_json(task.mod)
-        return TaskSpace.generate(mod, target).size
+        try:
+            return TaskSpace.generate(mod, target).size
+        except Exception:  # a schedule rule that does not fit; the type varies with TVM's version
+            return 0
 
     return list(itertools.islice((task for task in tasks if size(task) >= least), limit))
 
@@ -335,10 +340,15 @@ def read_collected(
         for line in read_lines(folder / "spaces.jsonl"):
             spaces[line["task"]] = line["spaces"]
         for row in read_lines(folder / "measured.jsonl"):
-            before, after = row["calibration"]
-            if row["task"] in spaces and abs(after / before - 1) <= most:
+            if row["task"] in spaces and drift(row) <= most:
                 rows[_key(row)] = row
     return spaces, list(rows.values())
+
+
+def drift(row: dict[str, Any]) -> float:
+    """By what share the machine's speed moved while a row of a `Collector` was measured."""
+    before, after = row["calibration"]
+    return abs(after / before - 1)
 
 
 def serial_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

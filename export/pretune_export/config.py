@@ -37,13 +37,19 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         spread of their inputs.
     base_share : float
         Share of the base in the weights that are kept, which lie on the line from the trained ones to it
-        (Wortsman et al., 2022, "Robust fine-tuning of zero-shot models").
+        (Wortsman et al., 2022, "Robust fine-tuning of zero-shot models"). Needs `base`.
     average : float
-        Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992).
+        Decay per step of the moving average of the weights that is kept (Polyak and Juditsky, 1992), once
+        there have been steps enough.
+    seed : int
     threads : int
         Of each process that trains.
     without : str
         One part to leave out, to see what it is worth (`ABLATIONS`).
+    validate_every : int
+        Epochs from one look at the validation tasks to the next.
+    sizes : dict
+        `pretune_export.nets.Sizes` that differ from the default.
     """
 
     datasets: list[str]

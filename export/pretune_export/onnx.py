@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -100,8 +102,13 @@ def export_again(folder: Path) -> float:
         If ONNX Runtime and torch disagree.
     """
     provenance = json.loads((folder / "manifest.json").read_text())["provenance"]
-    provenance["parity"] = export_networks(load_net(folder), folder)
+    config = json.loads((folder / "config.json").read_text())
+    with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
+        provenance["parity"] = export_networks(load_net(folder), Path(fresh))
+        shutil.copytree(Path(fresh) / "onnx", folder / "onnx", dirs_exist_ok=True)
     provenance["exported"] = _now()
+    config["onnx"] = {"opset": MAX_OPSET, "ir": MAX_IR}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     write_reference(folder)
     write_manifest(folder, provenance)
     return provenance["parity"]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
+
+from pretune.errors import EnvironmentFaultError
 
 CHUNK = 8
 """Items that a process gets at a time. It first spends seconds importing TVM, so none is started for no more
@@ -16,9 +20,22 @@ Item, Found = TypeVar("Item"), TypeVar("Found")
 def map_in_processes(
     function: Callable[[Item], Found], items: Sequence[Item], processes: int
 ) -> Iterator[Found]:
-    """Call a function on each item; what it returns, in their order."""
+    """Call a function on each item; what it returns, in their order.
+
+    Raises
+    ------
+    EnvironmentFaultError
+        If one of the processes is killed.
+    """
     if len(items) <= CHUNK:
         yield from map(function, items)
         return
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from pool.imap(function, items, chunksize=CHUNK)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield from pool.map(function, items, chunksize=CHUNK)
+        except BrokenProcessPool:
+            raise EnvironmentFaultError(
+                "a process that shared the work was killed; if memory is short, end other programs first"
+            ) from None
+        finally:  # what is left when nobody wants it
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from pretune.bench.stats import spearman
 from pretune.errors import OptionError
@@ -30,6 +31,9 @@ from pretune_export.losses import Decoder, losses, predict
 from pretune_export.nets import Sizes, WorldModelNet, load_net
 from pretune_export.pretrain import load_pretrained
 
+RECIPE = 2
+"""Raised whenever the same configuration comes to train other weights."""
+
 NO_MATTER = ("threads", "datasets", "test_datasets")
 """What of a configuration the weights do not depend on: only the contents of the datasets count."""
 
@@ -42,7 +46,7 @@ def run_key(config: TrainConfig) -> str:
     if settings.pop("base"):
         networks = Path(config.base) / "model.safetensors"
         settings["base"] = hashlib.sha256(networks.read_bytes()).hexdigest()
-    text = json.dumps([data_key(config, config.datasets), settings], sort_keys=True)
+    text = json.dumps([RECIPE, data_key(config, config.datasets), settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -142,15 +146,14 @@ def train(
     out.mkdir(parents=True, exist_ok=True)
     with first_alone():
         data = load_data(config, cache)
-    base = None
     if config.base:
-        base = load_net(Path(config.base))
-        net = copy.deepcopy(base).train()
+        net = load_net(Path(config.base)).train()
     else:
         net = WorldModelNet(Sizes(**config.sizes))
         fit_inputs(net, data)
-    if config.pretrained:
-        load_pretrained(Path(config.pretrained), net)
+        if config.pretrained:
+            load_pretrained(Path(config.pretrained), net)
+    base = load_net(Path(config.base)) if config.base_share else None
     sizes = net.sizes
     decoder = Decoder(sizes)
     parameters = [*net.parameters(), *decoder.parameters()]
@@ -161,20 +164,22 @@ def train(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, config.learning_rate, total_steps=epochs * per_epoch + 1, pct_start=0.1
     )
-    average = torch.optim.swa_utils.AveragedModel(
-        net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(config.average)
-    )
+    average = torch.optim.swa_utils.AveragedModel(net, avg_fn=_moving_average(config.average))
     start, best = 0, {"value": -1.0}
     last, key = out / "last.pt", run_key(config)
     saved = torch.load(last, weights_only=True) if last.exists() else None
     if saved is not None and saved.get("key") != key:
         if lead:
-            print(f"{out} is of another configuration or other data: training anew", file=sys.stderr)
+            print(
+                f"{out} is of another configuration or other data: training anew; what it held ends in .old",
+                file=sys.stderr,
+            )
         saved = None
     wait_for_all()  # Nobody removes or writes what another has yet to look at.
     if saved is None and lead:
         for stale in (last, out / "best.pt", out / "log.jsonl"):
-            stale.unlink(missing_ok=True)
+            if stale.exists():
+                stale.replace(stale.with_name(f"{stale.name}.old"))
     if saved is not None:
         net.load_state_dict(saved["net"])
         average.load_state_dict(saved["average"])
@@ -240,10 +245,23 @@ def train(
     return best
 
 
+def _moving_average(decay: float) -> Callable[[Tensor, Tensor, Tensor | int], Tensor]:
+    """Of weights, as `torch.optim.swa_utils.AveragedModel` takes it.
+
+    The decay grows over the first steps: or short runs would keep much of what they started from.
+    """
+
+    def update(averaged: Tensor, new: Tensor, count: Tensor | int) -> Tensor:
+        warm = (1 + int(count)) / (10 + int(count))
+        return averaged.lerp(new, 1 - min(decay, warm))
+
+    return update
+
+
 @torch.no_grad()
 def _between(net: WorldModelNet, base: WorldModelNet | None, share: float) -> WorldModelNet:
     """`net`, moved so much of the way to `base`."""
-    if base is None or not share:
+    if base is None:
         return net
     net = copy.deepcopy(net)
     for weight, start in zip(net.parameters(), base.parameters(), strict=True):

@@ -10,6 +10,7 @@ import importlib.metadata
 import inspect
 import platform
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +46,7 @@ _LLVM = {
     "riscv": ("riscv_cpu",),
 }
 _PACKAGE = "tvm.s_tir.tensor_intrin"
+_LOCK = threading.RLock()  # a family imports another
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -104,16 +106,23 @@ def setup_tvm(target: Target | str = "llvm") -> None:
         def family(name: str) -> Any:
             if not (path / f"{name}.py").is_file():
                 raise AttributeError(f"module {_PACKAGE!r} has no attribute {name!r}")
-            return importlib.import_module(f"{_PACKAGE}.{name}")
+            return _import_family(name)
 
         package.__dict__["__getattr__"] = family
         sys.modules[_PACKAGE] = package
         parent: Any = tvm.s_tir
         parent.tensor_intrin = package
         _set_up_with_each_context()
-    with _quick_stacks():
-        for name in _families(target):
-            importlib.import_module(f"{_PACKAGE}.{name}")
+    for name in _families(target):
+        _import_family(name)
+
+
+def _import_family(name: str) -> Any:
+    module = f"{_PACKAGE}.{name}"
+    if module not in sys.modules:
+        with _LOCK, _quick_stacks():
+            importlib.import_module(module)
+    return sys.modules[module]
 
 
 @contextlib.contextmanager

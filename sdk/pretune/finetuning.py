@@ -48,7 +48,7 @@ class FineTuneProgress:
     text : str
         What else there is to say.
     seconds_left : float
-        Of the phase; NaN while unknown.
+        Of the phase; not finite while unknown.
     message : bool
         Said once, and worth keeping in sight.
     """
@@ -186,7 +186,7 @@ def finetune(
         raise OptionError(f"--trials {trials} is not a number of schedules; give 1 or more")
     if seed < 0:
         raise OptionError(f"--seed {seed} is negative; give 0 or more")
-    seconds = None if trials is not None else parse_duration(budget or DEFAULT_BUDGET)
+    seconds = None if trials is not None else parse_duration(DEFAULT_BUDGET if budget is None else budget)
     from pretune_export.finetune import run
 
     return run(

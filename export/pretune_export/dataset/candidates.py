@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import tvm
 
-from pretune.features import ActionEncoder, State, encode_state
+from pretune.features import ActionEncoder, State
 from pretune.features.program import Block, read_program
+from pretune.features.state import encode_blocks
 from pretune.space.packing import initial_program, prefix_length
 
 
@@ -102,8 +103,8 @@ def group_candidates(
         first = prefix_length(spaces[k])
         made_by = json.dumps(spaces[k][:first])
         if made_by not in programs:
-            func = initial_program(mod, spaces[k])["main"]
-            programs[made_by] = read_program(func), encode_state(func, cores=cores)
+            blocks = read_program(initial_program(mod, spaces[k])["main"])
+            programs[made_by] = blocks, encode_blocks(blocks, cores=cores)
         blocks, initial = programs[made_by]
         encoder = ActionEncoder(blocks, spaces[k], cores, first)
         slots = len(members[0]["decisions"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ VALIDATION = 0.15
 TIMES = 10
 """A model of its own has as many times the schedules of the best fine-tuned one, as far as there are."""
 
+SCRATCH_STEPS = 300
+"""A model from scratch makes as many steps of the optimiser at least, however few its schedules."""
+
 Schedule = tuple[str, str]
 """Its task, and its design space with its decisions."""
 
@@ -37,9 +40,9 @@ Schedule = tuple[str, str]
 def draw(datasets: Sequence[str | Path], out: Path, schedules: int, *, seed: int = 0) -> list[str]:
     """Write dataset folders with so many schedules in all, of training and validation tasks together.
 
-    Tasks are taken in a random order, `SCHEDULES` of each, as `pretune finetune` would measure them; fewer
-    schedules are a subset of more. A schedule that several machines measured (on one thread as well, say)
-    counts once.
+    Tasks are taken in a random order, `SCHEDULES` of each, as `pretune finetune` would measure them, and then
+    as many again; fewer schedules are a subset of more. A schedule that several machines measured (on one
+    thread as well, say) counts once.
 
     Returns
     -------
@@ -82,16 +85,19 @@ def _schedules(file: Path) -> list[Schedule]:
 def _choose(known: dict[str, dict[str, None]], quota: int, seed: int) -> Iterator[Schedule]:
     """Up to `quota` schedules of tasks in a random order."""
     rng = np.random.default_rng(seed)
-    tasks = [sorted(known)[i] for i in rng.permutation(len(known))]
-    most = SCHEDULES
-    if sum(min(most, len(own)) for own in known.values()) < quota:
-        most = quota  # all of each
-    for task in tasks:
+    mixed: dict[str, list[str]] = {}
+    for task in (sorted(known)[i] for i in rng.permutation(len(known))):
         keys = sorted(known[task])
-        own = [keys[i] for i in np.random.default_rng([seed, int(task[:8], 16)]).permutation(len(keys))]
-        for key in own[: min(most, quota)]:
-            yield task, key
-        quota -= min(most, quota, len(own))
+        order = np.random.default_rng([seed, int(task[:8], 16)]).permutation(len(keys))
+        mixed[task] = [keys[i] for i in order]
+    most = max(map(len, mixed.values()), default=0)
+    chosen = (
+        (task, key)
+        for start in range(0, most, SCHEDULES)
+        for task, keys in mixed.items()
+        for key in keys[start : start + SCHEDULES]
+    )
+    return itertools.islice(chosen, quota)
 
 
 def transfer(config: TrainConfig, out: Path, *, base: Path, schedules: Sequence[int]) -> list[dict[str, Any]]:
@@ -114,8 +120,8 @@ def transfer(config: TrainConfig, out: Path, *, base: Path, schedules: Sequence[
     -------
     list of dict
         ``model``, "base", "fine-tuned" or "scratch"; ``drawn``, the schedules asked for, validation included;
-        ``tasks`` and ``schedules`` that were trained on, each machine's counted; ``epoch`` and ``seconds``
-        of training; figures of the test tasks.
+        ``tasks`` and ``schedules`` that were trained on, each machine's counted; the best ``epoch``;
+        ``seconds`` that all epochs took; figures of the test tasks.
     """
     wanted = [*schedules, TIMES * max(schedules)]
     gentle = {name: value for name, value in FINE_TUNING.items() if name not in ENCODED_BY}
@@ -129,14 +135,14 @@ def transfer(config: TrainConfig, out: Path, *, base: Path, schedules: Sequence[
         data = load_data(part, cache)
         if not rows:
             rows.append({"model": "base", "drawn": 0, **_figures(load_net(base), data)})
-        ways = {"scratch": part}
+        ways = {"scratch": msgspec.structs.replace(part, least_steps=max(part.least_steps, SCRATCH_STEPS))}
         if n in schedules:
-            ways["fine-tuned"] = msgspec.structs.replace(part, base=str(base), **gentle)
+            ways["fine-tuned"] = msgspec.structs.replace(part, base=str(base), pretrained="", **gentle)
         for name, way in ways.items():
-            began = time.monotonic()
             best = train(way, work / name, cache=cache)
             row = {"model": name, "drawn": n, **count(data.train), "epoch": best["epoch"]}
-            row["seconds"] = round(time.monotonic() - began, 1)
+            log = (work / name / "log.jsonl").read_text().splitlines()
+            row["seconds"] = round(sum(json.loads(line)["seconds"] for line in log), 1)
             rows.append(row | _figures(load_best(work / name, way), data))
             (out / "transfer.json").write_text(json.dumps(rows, indent=1) + "\n")
         cache.unlink(missing_ok=True)  # hundreds of megabytes each

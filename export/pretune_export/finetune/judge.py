@@ -14,6 +14,7 @@ from pretune.bench.found import Store
 from pretune.bench.metaschedule import tune_stock
 from pretune.bench.ours import tune_ours
 from pretune.bench.stats import geomean
+from pretune.bench.turns import chosen, time_in_turns
 from pretune.errors import OptionError, PretuneError, one_line
 from pretune.intake import make_task
 from pretune_export.config import TrainConfig
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 SEARCH_TASKS, SEARCH_TRIALS = 3, 16
 """Of the short search: a look at whether better ranking finds better schedules, not a benchmark."""
-
-ROUNDS = 9
-"""Turns in which the winners are timed."""
 
 SLOWER = 0.95
 """Latency with the base weights over that with the new ones: below it, a search contradicts the ranking.
@@ -132,11 +130,6 @@ def search_held_out(
 def _search(
     task: CorpusTask, before: Bench, after: Bench, pool: Pool, folder: Path, seed: int
 ) -> dict[str, Any]:
-    from tvm_ffi import structural_hash
-
-    from pretune.tuning import replay
-    from pretune.vector_math import vectorise
-
     row: dict[str, Any] = {"task": task.name, "id": task.id, "error": ""}
     budget = {"budgets": [SEARCH_TRIALS], "seed": seed}
     try:
@@ -147,19 +140,19 @@ def _search(
             "fine_tuned": tune_ours(made, after, pool, work_dir=folder / "fine-tuned", **budget),
             "metaschedule": tune_stock(made, after.target, pool, work_dir=folder / "metaschedule", **budget),
         }
-        traces = {side: by_budget[SEARCH_TRIALS].trace for side, by_budget in found.items()}
-        mods = {side: replay(made.mod, trace) if trace else made.mod for side, trace in traces.items()}
-        for side in ("base", "fine_tuned"):  # as pretune builds what it chose
-            mods[side] = vectorise(mods[side], after.target) if traces[side] else mods[side]
-        keys = {side: structural_hash(mod) for side, mod in mods.items()}  # what sides share is timed once
-        programs = {keys[side]: mod for side, mod in mods.items()}
-        timed = dict(zip(programs, pool.interleave(list(programs.values()), rounds=ROUNDS), strict=True))
+        one = {side: by_budget[SEARCH_TRIALS] for side, by_budget in found.items()}
+        if failed := [side for side in one if one[side].error and one[side].trace is None]:
+            return row | {"error": f"{failed[0]}: {one[failed[0]].error}"}
+        mods = {
+            side: chosen(best, made.mod, after.target, ours=side != "metaschedule")
+            for side, best in one.items()
+        }
+        row |= time_in_turns(pool, mods)
     except (PretuneError, OSError):
         raise
     except Exception as error:  # One task that TVM cannot handle is one row without latencies.
         return row | {"error": one_line(error)}
-    row |= {side: timed[key].latency if timed[key].ok else None for side, key in keys.items()}
-    if failed := [side for side in keys if row[side] is None]:
+    if failed := [side for side in mods if row[side] is None]:
         row["error"] = f"{failed[0]} failed"
     return row
 

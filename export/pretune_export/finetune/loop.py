@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import resource
 import time
 from collections import Counter
@@ -21,11 +22,12 @@ from pretune.finetuning import FineTuneProgress, FineTuneResult
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target
 from pretune.hardware.target import check_runs_here
 from pretune.measure import Pool, RPCAddress, open_pool
+from pretune.measure.noise import MAX_DRIFT
 from pretune.messages import explain_os_errors, notice
 from pretune.model import WorldModel, load_weights
 from pretune.records import RunFolder
 from pretune.records.folder import write_atomic
-from pretune_export.collect import CollectOptions, Collector, read_collected, read_lines
+from pretune_export.collect import CollectOptions, Collector, drift, read_collected, read_lines
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import describe_machine, write_parquet
 from pretune_export.finetune.judge import SEARCH_TASKS, better, rank_held_out, search_held_out
@@ -99,7 +101,8 @@ def _explain(out: Path, measured: Path) -> Iterator[None]:
     except PretuneError:
         raise
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):  # torch's, which has no type
+        # torch's have no type of their own.
+        if isinstance(error, RuntimeError) and not re.search("(can't allocate|out of) memory", str(error)):
             raise
         raise EnvironmentFaultError(f"out of memory; {_kept(measured)}") from error
 
@@ -202,17 +205,21 @@ class _Run:
         done = self.out / "measured.json"
         if done.exists():
             return json.loads(done.read_text())["schedules"]
-        started, before = time.monotonic(), [-1]
+        first: tuple[float, int] | None = None
         trials = self.plan.settings.trials
         until = self._left(MEASURE, "measuring")
 
         def on_batch(index: int, count: int, name: str) -> None:
+            nonlocal first
             self.clock.tick()
-            if before[0] < 0:
-                before[0] = count  # of earlier runs, and of the first batch, which waits for workers
-            left = until - time.time()
-            if trials is not None and count > before[0]:
-                left = (time.monotonic() - started) / (count - before[0]) * (trials - count)
+            now = time.monotonic()
+            first = first or (
+                now,
+                count,
+            )  # after earlier runs, and after the first batch, which waits for workers
+            left = until - time.time() if trials is None else math.nan
+            if trials is not None and count > first[1]:
+                left = (now - first[0]) / (count - first[1]) * (trials - count)
             text = f"{count}{f'/{trials}' if trials else ''} schedules  {name}"
             self.report(FineTuneProgress("measuring", index, len(self.tasks), text, left))
 
@@ -235,7 +242,7 @@ class _Run:
     def _write_datasets(self, collected: Path) -> None:
         # What was still suspect after three attempts is kept: dropping it may leave a task with nothing.
         spaces, rows = read_collected([collected], max_drift=math.inf)
-        steady = len(read_collected([collected])[1])
+        steady = sum(drift(row) <= MAX_DRIFT for row in rows)
         if steady < len(rows):
             self.notices.append(
                 f"{len(rows) - steady} of {len(rows)} schedules were timed while the machine's speed moved; "
@@ -267,17 +274,19 @@ class _Run:
         if done.exists():
             return
         self.report(FineTuneProgress("training", 0, config.epochs, "reading what was measured"))
-        now, best = [-1.0], [-1.0]
+        now = best = -1.0
 
         def on_epoch(line: dict[str, Any]) -> None:
+            nonlocal now, best
             self.clock.tick()
             epoch = line["epoch"]
             left = line["seconds"] * (line["epochs"] - epoch)
             text = f"loss {line['rank']:.3f}"
             if "validation_top1" in line:
-                now[0], best[0] = line["validation_top1"], max(best[0], line["validation_top1"])
-            if now[0] >= 0:
-                text += f"  validation top-1 {now[0]:.3f} (best {best[0]:.3f})"
+                now = line["validation_top1"]
+                best = max(best, now)
+            if now >= 0:
+                text += f"  validation top-1 {now:.3f} (best {best:.3f})"
             self.report(FineTuneProgress("training", epoch, line["epochs"], text, left))
 
         self.training.mkdir(exist_ok=True)

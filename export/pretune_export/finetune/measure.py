@@ -86,7 +86,7 @@ class Chooser:
 
     def restore(self, line: dict[str, Any]) -> None:
         """Take in what an earlier run has measured: a line of a `Collector`."""
-        row = self._row(line["space"], line["decisions"])
+        row = self.space.spaces[line["space"]].find(line["decisions"])
         candidate = self.space.materialise(line["space"], row) if row is not None else None
         if candidate is not None:
             self.learn(candidate, min(line["latencies"], default=math.inf))
@@ -96,12 +96,6 @@ class Chooser:
     ) -> list[Candidate]:
         taken = dict.fromkeys((c.shash for batch in chosen.values() for c in batch), math.inf)
         return [candidate for candidate, _row in materialise(self.space, rows, n, self._seen | taken)]
-
-    def _row(self, k: int, decisions: list[list[int]]) -> np.ndarray | None:
-        """Option indices of decisions; None if the design space does not offer one."""
-        slots = self.space.spaces[k].slots
-        row = np.array([s.find(np.asarray(d)) for s, d in zip(slots, decisions, strict=True)], dtype=np.int32)
-        return None if (row < 0).any() else row
 
 
 @dataclass

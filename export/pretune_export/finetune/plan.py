@@ -40,9 +40,8 @@ HELD_OUT, VALIDATION = 0.2, 0.1
 FEWEST_TASKS = 3
 """One to train on, one to choose the epoch by, one to judge by."""
 
-LEAST_SCHEDULES, SCHEDULES = 16, 32
-"""Measured of a task at least, and of one of the shipped datasets: more tasks are worth more than more
-schedules of each."""
+SCHEDULES = 16
+"""Measured of a task at least: more tasks are worth more than more schedules of each."""
 
 TRIALS_PER_S = 2.0
 """Guess at what is measured a second, by which a budget of time is turned into a number of tasks."""
@@ -64,6 +63,7 @@ FINE_TUNING: dict[str, Any] = {
     # The decoder of the base weights is not kept, and a new one would only shake the encoder.
     "decode": 0.0,
     "average": 0.95,
+    "base_share": 0.5,
     "states_per_candidate": 1,
     "candidates_with_states": 10,
     "validate_every": 1,
@@ -328,7 +328,7 @@ SPLITS = ("train", "validation", "test")
 
 def limit(tasks: list[CorpusTask], settings: Settings, say: Callable[[str], None]) -> list[CorpusTask]:
     """As many of the tasks, heaviest first, as the budget is enough for."""
-    most = settings.expected // LEAST_SCHEDULES
+    most = settings.expected // SCHEDULES
     if len(tasks) <= most:
         return tasks
     say(f"the budget is enough for the {most} heaviest of {len(tasks)} tasks")
@@ -404,10 +404,10 @@ def check_tasks(tasks: list[CorpusTask], settings: Settings) -> None:
     OptionError
         If not.
     """
-    if settings.expected < FEWEST_TASKS * LEAST_SCHEDULES:
+    if settings.expected < FEWEST_TASKS * SCHEDULES:
         raise OptionError(
             f"{settings.expected} schedules are too few to fine-tune on; give at least "
-            f"--trials {FEWEST_TASKS * LEAST_SCHEDULES}, or a longer --budget"
+            f"--trials {FEWEST_TASKS * SCHEDULES}, or a longer --budget"
         )
     if missing := [name for name in SPLITS if not any(task.split == name for task in tasks)]:
         raise OptionError(

@@ -42,6 +42,9 @@ TIMEOUT = 600
 MIN_WORK = 4096
 """Fewest operations or elements of a task: below, a call's overhead is all that a clock sees."""
 
+LEAST_CHOICE = 16
+"""Schedules of a task, at least: the order of fewer says little."""
+
 
 class CorpusTask(msgspec.Struct, frozen=True):
     """One line of a corpus file.
@@ -65,8 +68,8 @@ class CorpusTask(msgspec.Struct, frozen=True):
     flops : float
         Operations of one call.
     decisions : int
-        Sampling decisions in all its design spaces; 0 if there is nothing to tune, -1 if TVM
-        fails to make them.
+        Sampling decisions in all its design spaces; 0 if they hold fewer schedules than `LEAST_CHOICE`, -1 if
+        TVM fails to make them.
     mod : str
         The module as `tvm.ir.save_json` writes it.
     """
@@ -155,7 +158,8 @@ def corpus_task(task: Task, network: str, split: str, target: Target) -> CorpusT
     import tvm
 
     try:
-        decisions = sum(len(space.slots) for space in TaskSpace.generate(task.mod, target).spaces)
+        whole = TaskSpace.generate(task.mod, target)
+        decisions = sum(len(space.slots) for space in whole.spaces) if whole.size >= LEAST_CHOICE else 0
     except Exception as error:  # a schedule rule that does not fit; the type varies with TVM's version
         print(f"no design space for {task.name}: {error}", file=sys.stderr)
         decisions = -1

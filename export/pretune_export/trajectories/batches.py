@@ -12,8 +12,9 @@ import torch
 import tvm
 from torch import Tensor
 
-from pretune.features import ActionEncoder, encode_state
+from pretune.features import ActionEncoder
 from pretune.features.program import read_program
+from pretune.features.state import encode_blocks
 
 from .files import Programs, Trajectories, widths_of
 from .replay import FINAL
@@ -74,9 +75,8 @@ def load_groups(path: Path) -> list[Group]:
     """The groups of one file; the features of its actions are computed from the decisions."""
     found = Trajectories.read(path)
     mod: Any = tvm.ir.load_json(found.task["mod"])
-    func = mod["main"]
-    blocks = read_program(func)
-    initial = Programs.of([encode_state(func, cores=found.cores)])
+    blocks = read_program(mod["main"])
+    initial = Programs.of([encode_blocks(blocks, cores=found.cores)])
     out = []
     for k, insts in enumerate(found.spaces):
         mine = np.flatnonzero(found.space == k)

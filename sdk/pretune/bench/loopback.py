@@ -116,7 +116,8 @@ class LoopbackFarm:
             with contextlib.suppress(MeasureError):
                 if len(Tracker(self.address).summary()[1]) >= count:
                     return
-            if any(process.poll() for process in (self._tracker, *self._processes.values()) if process):
+            processes = [self._tracker, *self._processes.values()]
+            if any(process is not None and process.poll() is not None for process in processes):
                 raise MeasureError(f"an RPC tracker or server on {HOST} has ended: {self._last_words()}")
             time.sleep(POLL_S)
         raise MeasureError(f"{count} RPC servers on {HOST} have not started in {START_S:.0f} s")

@@ -14,14 +14,12 @@ from pretune.bench.found import Curve, Found, Store, after, powers_of_two
 from pretune.bench.metaschedule import tune_stock
 from pretune.bench.ours import tune_ours
 from pretune.bench.suite import tasks_of_module
+from pretune.bench.turns import chosen, time_in_turns
 from pretune.errors import PretuneError, one_line
 from pretune.measure import MeasurePool
 
 if TYPE_CHECKING:
     from pretune.intake import Task
-
-ROUNDS = 9
-"""Turns in which the winners are timed; the fastest of each counts, since a busy machine only slows them."""
 
 FAR_BEHIND = 5.0
 """An untuned program this many times slower than the winner keeps the latency of its first measurement."""
@@ -137,18 +135,12 @@ class Row:
 
     def _task(self, task: Task) -> dict[str, Any]:
         """Latencies of one task: seconds by side, and how they came about."""
-        from pretune.tuning import replay
-        from pretune.vector_math import vectorise
-
         found: dict[Program, Found] = {}
         for side in SIDES:
             found |= {(side, budget): one for budget, one in self._side(side, task).items()}
         mods: dict[Program, Any] = {UNTUNED: task.mod}
         for program, one in found.items():
-            mod = task.mod if one.trace is None else replay(task.mod, one.trace)
-            # As either side builds what it chose.
-            ours = program[0] == "pretune" and one.trace is not None
-            mods[program] = vectorise(mod, self.bench.target) if ours else mod
+            mods[program] = chosen(one, task.mod, self.bench.target, ours=program[0] == "pretune")
         default = next((one.default for one in found.values() if one.default), None) or self._once(task)
         best = min((one.latency for one in found.values() if one.latency), default=default)
         latencies = self._in_turns(mods, default, best)
@@ -208,24 +200,16 @@ class Row:
     def _in_turns(
         self, mods: Mapping[Program, Any], default: float | None, best: float | None
     ) -> dict[Program, float | None]:
-        """Fastest turn of each program; None if it failed. One that several share is timed once.
+        """As `time_in_turns`.
 
-        `default` and `best` are what was measured before: an untuned program that failed or is far behind
-        keeps that, since a turn of it may take seconds.
+        `default` and `best` are what was measured before: an untuned program that failed or is far behind,
+        and that no side chose, keeps that, since a turn of it may take seconds.
         """
-        from tvm_ffi import structural_hash
-
-        keys = {program: structural_hash(mod) for program, mod in mods.items()}
-        distinct = {keys[program]: mod for program, mod in mods.items()}
         slow = default is None or best is None or default > FAR_BEHIND * best
-        if slow and list(keys.values()).count(keys[UNTUNED]) == 1:
-            del distinct[keys[UNTUNED]]
-        timed = self.pool.interleave(list(distinct.values()), rounds=ROUNDS)
-        fastest = {
-            key: measured.latency if measured.ok else None
-            for key, measured in zip(distinct, timed, strict=True)
-        }
-        return {program: fastest.get(key, default) for program, key in keys.items()}
+        if slow and all(mod is not mods[UNTUNED] for program, mod in mods.items() if program != UNTUNED):
+            tuned = {program: mod for program, mod in mods.items() if program != UNTUNED}
+            return {UNTUNED: default, **time_in_turns(self.pool, tuned)}
+        return time_in_turns(self.pool, mods)
 
     def _once(self, task: Task) -> float | None:
         """Latency of the untuned program where pretune has not measured it; None if it fails."""

@@ -17,7 +17,6 @@ from pretune.bench.suite import load_suite
 from pretune.bench.summary import drift_notice, moved, summarise
 from pretune.errors import OptionError
 from pretune.measure import MeasurePool
-from pretune.messages import explain_os_errors
 from pretune.records import RunFolder, target_key
 
 if TYPE_CHECKING:
@@ -95,9 +94,9 @@ def run(
     check_xgboost()
     names = [name for name in subgraphs if only is None or name in only]
     bench = prepare(weights, target)
-    manifest = (bench.weights.path / "manifest.json").read_bytes()
+    networks = (bench.weights.path / "model.safetensors").read_bytes()
     budgets = {"pretune": sorted(set(trials)), "metaschedule": sorted(set(baseline_trials))}
-    settings = Settings(budgets, _digest(manifest), target_key(bench.target))
+    settings = Settings(budgets, _digest(networks), target_key(bench.target))
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
     with _folder(out) as folder, MeasurePool(bench.target) as pool:
@@ -177,11 +176,8 @@ def _folder(out: str | Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="pretune-bench-") as folder:
             yield Path(folder)
         return
-    folder = Path(out).expanduser()
-    with explain_os_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with RunFolder(folder):  # one benchmark at a time
-        yield folder
+    with RunFolder(out) as held:  # one benchmark at a time
+        yield held.path
 
 
 def _digest(data: bytes) -> str:

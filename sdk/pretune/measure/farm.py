@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from pretune import env
 from pretune.errors import EnvironmentFaultError, MeasureError, one_line
 from pretune.measure import base, remote, worker
 from pretune.measure.base import MAX_WORKERS, Pool, timed
-from pretune.measure.fleet import STALL_S, TOLERANCE, WAIT_S, Device, Fleet, Session, Trial
+from pretune.measure.fleet import SESSION_S, STALL_S, TOLERANCE, WAIT_S, Device, Fleet, Session, Trial
 from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess
 from pretune.measure.result import ErrorKind, Measured
 from pretune.measure.tracker import RPCAddress
@@ -129,7 +130,8 @@ class FarmPool(Pool):
             self._prepare()
             failed = self._build(trials)
             while todo := [t for t in trials if t.job.index not in failed and t.job.index not in turns]:
-                turns |= self._take_turns(self._fleet.ready(self._longest())[0], todo, rounds, failed)
+                session = self._fleet.ready(SESSION_S / 2)[0]  # all turns are of one
+                turns |= self._take_turns(session, todo, rounds, failed)
         for trial in trials:
             trial.path.unlink(missing_ok=True)
         return [failed.get(trial.job.index) or turns[trial.job.index] for trial in trials]
@@ -254,6 +256,8 @@ class FarmPool(Pool):
             # It kept the deadline; or was stalled until after it, and is back.
             trial.kills += 1
             answer = Late(answer.seconds, f"took longer than {trial.seconds:g} s")
+        elif time.monotonic() - session.began >= SESSION_S:
+            pass  # the server ended it, as was agreed
         elif self._fleet.is_connected(device):
             trial.kills += 1
             self._fleet.leave(device, f"lost its session ({error})")

@@ -217,7 +217,7 @@ class Fleet:
 
     def _has_started(self, answer: Answer) -> None:
         self._start_failures = 0 if isinstance(answer, worker.Done) else self._start_failures + 1
-        if not isinstance(answer, worker.Done) and self._start_failures == _MAX_START_FAILURES:
+        if not isinstance(answer, worker.Done) and self._start_failures >= _MAX_START_FAILURES:
             raise MeasureError(f"measuring workers do not start: {answer.error}; run: pretune doctor")
 
     def _recruit(self, wanted: int) -> None:

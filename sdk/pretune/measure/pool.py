@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import tvm
 
 _MAX_START_FAILURES = 3  # in a row: then it is the installation, not a candidate
+_MAX_CALIBRATION_DEATHS = 3  # what kills a worker while it calibrates may have nothing to do with it
 _MAX_IDLE_DEATHS = 10  # in a row: then something outside kills the workers
 
 
@@ -162,6 +163,7 @@ class MeasurePool(Pool):
         ]
 
     def calibrate(self) -> float:
+        deaths = 0
         with self._kill_on_error():
             while True:
                 one = self._ready()
@@ -169,7 +171,10 @@ class MeasurePool(Pool):
                     answer = self._call(one, worker.Calibrate(), self.build_timeout + self.run_timeout)
                 if isinstance(answer, worker.Done):
                     return min(answer.latencies)
-                if answer is not None:
+                if answer is None:
+                    continue
+                deaths += 1
+                if isinstance(answer, worker.Failed) or deaths == _MAX_CALIBRATION_DEATHS:
                     raise MeasureError(
                         f"the calibration kernel does not run: {answer.error}; run: pretune doctor"
                     )
@@ -191,7 +196,6 @@ class MeasurePool(Pool):
                         one.job = queue.popleft()
                     else:
                         self._bury(one)
-                        break  # the list has changed
             for one, answer in self._answers():
                 job, one.job = one.job, None
                 if job is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ BLOCK = 1536
 """Candidates rolled out at once: few, so that what goes from network to network stays in the caches."""
 
 MAX_KEY = 1 << 62
-"""Of the numbers that candidates are sorted by."""
+"""Largest number that candidates are sorted by, such that it fits into 64 bits."""
 
 Scored = tuple[np.ndarray, np.ndarray]
 """Score and features, as `SpaceScorer.score` returns them."""
@@ -175,8 +176,8 @@ def _score_all(model: WorldModel, work: Sequence[tuple[SpaceScorer, np.ndarray]]
     jobs.sort(key=_size)
     while len(jobs) % model.num_threads and _size(jobs[-1]) >= 2 * MIN_CHUNK:
         number, largest = jobs.pop()
-        jobs += [(number, half) for half in np.array_split(largest, 2)]
-        jobs.sort(key=_size)
+        for half in np.array_split(largest, 2):
+            bisect.insort(jobs, (number, half), key=_size)
 
     def run(job: tuple[int, np.ndarray]) -> None:
         number, which = job

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretune.features import ActionEncoder, encode_state
+from pretune.features import ActionEncoder
 from pretune.features.program import read_program
+from pretune.features.state import encode_blocks
 from pretune.space import split_trace
 from pretune.space.packing import initial_program, prefix_length
 
@@ -79,8 +80,9 @@ class TraceScorer:
         if key not in self._known:
             insts = json.loads(key)
             func = initial_program(self.mod, insts)["main"]
-            encoder = ActionEncoder(read_program(func), insts, self.cores, prefix_length(insts))
-            self._known[key] = encoder, self.model.encode(encode_state(func, cores=self.cores))
+            blocks = read_program(func)
+            encoder = ActionEncoder(blocks, insts, self.cores, prefix_length(insts))
+            self._known[key] = encoder, self.model.encode(encode_blocks(blocks, cores=self.cores))
         encoder, z0 = self._known[key]
         n = len(rows)
         decisions = [np.array([row[slot] for row in rows], np.int32) for slot in range(len(rows[0]))]

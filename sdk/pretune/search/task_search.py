@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -55,8 +55,7 @@ class Proposal:
     features: np.ndarray
 
 
-@dataclass
-class _Pool:
+class _Pool(NamedTuple):
     """Scored decision vectors of one design space."""
 
     rows: np.ndarray
@@ -91,7 +90,9 @@ class TaskSearch:
         self._best: list[tuple[float, int, np.ndarray]] = []
 
     def propose(self, n: int, *, greedy: bool = False) -> list[Proposal]:
-        """Up to `n` new candidates, most promising first; fewer when the space is exhausted.
+        """Up to `n` new candidates; fewer when the space is exhausted.
+
+        The neighbours of the best trials come first, then the others; either the most promising first.
 
         Parameters
         ----------
@@ -139,7 +140,7 @@ class TaskSearch:
                     failures += 1
                     continue
                 score, features = float(pools[k].score[i]), pools[k].features[i]
-                taken = self._row_of(k, candidate.decisions)
+                taken = self.space.spaces[k].find(candidate.decisions)
                 if taken is not None and (taken != row).any():
                     # TVM took another compute location than was asked for: what came out was not ranked.
                     actual = self._pool(taken[None], *self.scorer.score(k, taken[None]), explore)
@@ -177,9 +178,7 @@ class TaskSearch:
 
     def restore(self, k: int, decisions: list[list[int]], latency: float) -> None:
         """Learn from a trial of an earlier run: decisions of design space `k`, and seconds."""
-        if len(self.space.spaces[k].slots) != len(decisions):
-            return
-        row = self._row_of(k, [np.asarray(d) for d in decisions])
+        row = self.space.spaces[k].find(decisions)
         if row is None:
             return  # Decisions that this design space does not offer: of another TVM.
         self._tried[k].add(row.tobytes())
@@ -224,12 +223,6 @@ class TaskSearch:
                 fresh[k] = self._unique(children, pool.rows)
             pools = [_merge(*pair) for pair in zip(pools, self._score_all(fresh, explore), strict=True)]
         return pools
-
-    def _row_of(self, k: int, decisions: Sequence[np.ndarray]) -> np.ndarray | None:
-        """Option indices of decisions of design space `k`; None if one is not among the options."""
-        slots = self.space.spaces[k].slots
-        row = np.array([slot.find(d) for slot, d in zip(slots, decisions, strict=True)], dtype=np.int32)
-        return None if (row < 0).any() else row
 
     def _neighbours(self) -> list[_Pool]:
         """Small changes of the best trials, by their expected latency alone."""
@@ -291,8 +284,4 @@ def _packed(rows: np.ndarray) -> np.ndarray:
 
 
 def _merge(a: _Pool, b: _Pool) -> _Pool:
-    return _Pool(*(np.concatenate([x, y]) for x, y in zip(_fields(a), _fields(b), strict=True)))
-
-
-def _fields(pool: _Pool) -> tuple[np.ndarray, ...]:
-    return pool.rows, pool.score, pool.features, pool.value
+    return _Pool(*map(np.concatenate, zip(a, b, strict=True)))

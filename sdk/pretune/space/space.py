@@ -147,6 +147,13 @@ class DesignSpace:
         """Uniform random decision vectors: int32 ``[n, slots]`` of option indices."""
         return (rng.random((n, len(self.slots))) * self._sizes).astype(np.int32)
 
+    def find(self, decisions: Sequence[Any]) -> np.ndarray | None:
+        """Option indices of decisions, one for each slot; None if this design space does not offer them."""
+        if len(decisions) != len(self.slots):
+            return None
+        found = [slot.find(np.asarray(d)) for slot, d in zip(self.slots, decisions, strict=True)]
+        return None if -1 in found else np.array(found, dtype=np.int32)
+
     def mutate(self, parents: np.ndarray, rng: np.random.Generator, rate: float = 1.5) -> np.ndarray:
         """Redraw on average `rate` slots of each parent, at least one. Shapes as `sample`."""
         n, s = parents.shape
