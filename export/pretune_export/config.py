@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 
-class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything a training run depends on. Files in ``configs/`` hold one each.
+
+    What is left at its default is not written: a new setting makes no earlier run another one.
 
     Attributes
     ----------
@@ -15,8 +17,10 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     test_datasets : list of str
         Dataset folders that only `evaluate` reads.
     isa_level : str
-        The instruction set level that the weights are for; by default the lowest of the datasets. What was
-        measured at other levels is trained on too, but chooses no epoch.
+        The lowest instruction set level that the weights are for; by default that of the datasets.
+    validation_levels : list of str
+        Levels at which validation tasks choose the epoch, `isa_level` by default. What was measured at others
+        is trained on too.
     epochs, tasks_per_batch, candidates_per_task : int
     least_steps : int
         Of the optimiser: where few tasks make few steps an epoch, there are more epochs than `epochs`, and
@@ -55,6 +59,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     datasets: list[str]
     test_datasets: list[str] = msgspec.field(default_factory=list)
     isa_level: str = ""
+    validation_levels: list[str] = msgspec.field(default_factory=list)
     epochs: int = 40
     tasks_per_batch: int = 8
     candidates_per_task: int = 48

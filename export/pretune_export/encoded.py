@@ -124,9 +124,9 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
                 pickle.dump(key, file)
                 pickle.dump(data, file)
             partial.replace(cache)
-    if config.isa_level:
+    if levels := config.validation_levels or [config.isa_level] * bool(config.isa_level):
         data.validation = [
-            t for t in data.validation if data.machines[t.groups[0].machine].isa_level == config.isa_level
+            t for t in data.validation if data.machines[t.groups[0].machine].isa_level in levels
         ]
     return data
 

@@ -32,7 +32,7 @@ from pretune_export.nets import Sizes, WorldModelNet, load_net
 from pretune_export.pretrain import load_pretrained
 
 RECIPE = 2
-"""Raised whenever the same configuration comes to train other weights."""
+"""Raised whenever the same configuration comes to train other weights, if only since a default is another."""
 
 NO_MATTER = ("threads", "datasets", "test_datasets")
 """What of a configuration the weights do not depend on: only the contents of the datasets count."""
@@ -43,7 +43,7 @@ def run_key(config: TrainConfig) -> str:
     settings = {name: v for name, v in msgspec.to_builtins(config).items() if name not in NO_MATTER}
     if config.pretrained:
         settings["pretrained"] = hashlib.sha256(Path(config.pretrained).read_bytes()).hexdigest()
-    if settings.pop("base"):
+    if settings.pop("base", ""):
         networks = Path(config.base) / "model.safetensors"
         settings["base"] = hashlib.sha256(networks.read_bytes()).hexdigest()
     text = json.dumps([RECIPE, data_key(config, config.datasets), settings], sort_keys=True)
