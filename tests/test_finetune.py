@@ -335,9 +335,9 @@ def test_without_programs_the_shipped_tasks_keep_their_splits(weights):
 
     shipped = {t.id: t.split for t in dataset_tasks(weights)}
     chosen = in_turn(spread(dataset_tasks(weights), 1000), seed=0)
-    assert len({t.id for t in chosen}) == len(chosen) == 31
+    assert len({t.id for t in chosen}) == len(chosen) == 62
     assert all(shipped[t.id] == t.split for t in chosen)
-    assert [t.split for t in chosen].count("test") == 6
+    assert [t.split for t in chosen].count("test") == 12
     # Wherever it ends, some of each have been measured.
     assert {t.split for t in chosen[:12]} == {"train", "validation", "test"}
 

@@ -14,6 +14,7 @@ import re
 import socket
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +70,11 @@ class Hub(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients leave when they have had enough; anything else is printed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def __init__(self, root: Path, *, xet: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -232,6 +232,10 @@ class _Run:
             measurer = Measurer(collector, model, self.hardware, self.plan.settings.seed, on_batch)
             count = measurer.run(self.tasks, Budget(trials, until))
         self.notices += measurer.failed
+        if len(measurer.failed) == len(self.tasks):
+            raise MeasureError(
+                f"no task could be measured; the first of {len(self.tasks)}: {measurer.failed[0]}"
+            )
         self._write_datasets(collector.out)
         write_atomic(done, {"schedules": count})
         return count

@@ -79,7 +79,7 @@ class Chooser:
         decisions = [d.tolist() for d in candidate.decisions]
         if self.search is not None:
             self.search.restore(candidate.space, decisions, latency)
-        row = self._row(candidate.space, decisions)
+        row = self.space.spaces[candidate.space].find(decisions)
         if row is not None and math.isfinite(latency):
             self._elite.append((latency, candidate.space, row))
             self._elite.sort(key=lambda item: item[0])
