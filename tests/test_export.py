@@ -428,8 +428,8 @@ SUBGRAPHS = {"one": Linear(4, 64, 48), "other": Linear(4, 96, 32), "twin": Linea
 
 
 def test_a_suite_is_written_for_tests(tmp_path):
-    from pretune.bench.suite import load_suite, tasks_of_module
     from pretune_export.networks import forbidden_task_ids, load_corpus
+    from pretune_export.suite import load_suite, tasks_of_module
 
     suite, out = tmp_path / "suite.py", tmp_path / "suite.jsonl.gz"
     suite.write_text(SUITE)

@@ -26,10 +26,10 @@ from pretune.intake import (
     make_task,
     onnx_files,
     parse_shape_options,
-    program_from_exported,
     select_tasks,
 )
 from pretune.intake.task import lower_passes
+from pretune_export.torch_programs import program_from_exported
 
 TARGET = tvm.target.Target({"kind": "llvm", "num-cores": 2})
 DEMO = Path(pretune.__file__).parent / "demo" / "digits.onnx"

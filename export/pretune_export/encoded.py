@@ -124,7 +124,8 @@ def load_data(config: TrainConfig, cache: Path | None = None, processes: int = 2
                 pickle.dump(key, file)
                 pickle.dump(data, file)
             partial.replace(cache)
-    if levels := config.validation_levels or [config.isa_level] * bool(config.isa_level):
+    levels = config.validation_levels or ([config.isa_level] if config.isa_level else [])
+    if levels:
         data.validation = [
             t for t in data.validation if data.machines[t.groups[0].machine].isa_level in levels
         ]

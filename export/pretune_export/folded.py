@@ -1,7 +1,7 @@
 """The networks as they are exported: the same functions as `nets`, in fewer operations.
 
 What a constant could be folded into is part of the weights here: mean and scale of the inputs, the kind of an
-action, the hardware. ONNX Runtime then runs each first layer as one Gemm with its bias and activation.
+action. ONNX Runtime then runs each first layer as one Gemm with its bias and activation.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from pretune.bench.suite import load_suite, tasks_of_module
 from pretune.errors import InputError, OptionError
 from pretune.space import TaskSpace
+from pretune_export.suite import load_suite, tasks_of_module
 
 from .blocks import Network
 
@@ -109,7 +109,7 @@ def tasks_of(network: Network, target: Target) -> tuple[Task, ...]:
 
 
 def suite_tasks(suite: Path, target: Target) -> Iterator[tuple[str, Task]]:
-    """Name of the subgraph and task, for every task of a suite file (`pretune.bench.suite.load_suite`)."""
+    """Name of the subgraph and task, for every task of a suite file (`pretune_export.suite.load_suite`)."""
     for name, subgraph in load_suite(suite).items():
         module, inputs = subgraph.build()
         for task in tasks_of_module(module, inputs, target=target, name=name):

@@ -13,10 +13,10 @@ from pretune.bench.common import Bench
 from pretune.bench.found import Curve, Found, Store, after, powers_of_two
 from pretune.bench.metaschedule import tune_stock
 from pretune.bench.ours import tune_ours
-from pretune.bench.suite import tasks_of_module
 from pretune.bench.turns import chosen, time_in_turns
 from pretune.errors import PretuneError, one_line
 from pretune.measure import MeasurePool
+from pretune_export.suite import tasks_of_module
 
 if TYPE_CHECKING:
     from pretune.intake import Task

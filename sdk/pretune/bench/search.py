@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pretune.bench.common import environment, prepare, show_environment
 from pretune.bench.metaschedule import check_xgboost
 from pretune.bench.row import Known, Row, Settings, latency_of
-from pretune.bench.suite import load_suite
 from pretune.bench.summary import drift_notice, moved, summarise
 from pretune.errors import OptionError
 from pretune.measure import MeasurePool
 from pretune.records import RunFolder, target_key
+from pretune_export.suite import load_suite
 
 if TYPE_CHECKING:
     from rich.console import Console

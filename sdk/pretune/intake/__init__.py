@@ -5,7 +5,6 @@ from __future__ import annotations
 from pretune.intake.load import FORMATS, load_program
 from pretune.intake.program import Program, TensorSpec, parse_shape_options
 from pretune.intake.task import Task, make_task, select_tasks, tasks_of_relax
-from pretune.intake.torch_export import program_from_exported
 
 __all__ = [
     "FORMATS",
@@ -15,7 +14,6 @@ __all__ = [
     "load_program",
     "make_task",
     "parse_shape_options",
-    "program_from_exported",
     "select_tasks",
     "tasks_of_relax",
 ]

@@ -10,8 +10,10 @@ import tvm
 from pretune.errors import InputError
 from pretune.intake.files import check_file
 from pretune.intake.program import Program, Shapes
-from pretune.intake.torch_export import EXPORT, load_pt2, program_from_exported
 from pretune.intake.tvm_files import load_json, load_script, program_from_ir
+
+EXPORT = "torch.export.save(torch.export.export(model.eval(), (example,)), 'model.pt2')"
+"""What a user runs to get a PyTorch program that can be read."""
 
 FORMATS = {
     ".onnx": "ONNX model",
@@ -55,6 +57,8 @@ def load_program(source: Any, *, target: tvm.target.Target, shapes: Shapes | Non
 
         return program_from_onnx(source, target=target, shapes=shapes)
     if "torch.ExportedProgram" in classes:
+        from pretune_export.torch_programs import program_from_exported
+
         return program_from_exported(source, target=target, shapes=shapes)
     if "torch.Module" in classes:
         raise InputError(f"a torch.nn.Module has no fixed program; export it first: {EXPORT}")
@@ -80,6 +84,8 @@ def _load_file(path: Path, target: tvm.target.Target, shapes: Shapes | None) -> 
 
         return program_from_onnx(path, target=target, shapes=shapes)
     if suffix == ".pt2":
+        from pretune_export.torch_programs import load_pt2, program_from_exported
+
         exported = load_pt2(path)
         return program_from_exported(exported, target=target, name=path.stem, shapes=shapes, source=path)
     obj = load_script(path) if suffix == ".py" else load_json(path)

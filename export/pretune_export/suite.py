@@ -72,7 +72,7 @@ def tasks_of_module(module: Any, inputs: Any, *, target: Target, name: str) -> t
     """
     import torch
 
-    from pretune.intake import program_from_exported
+    from pretune_export.torch_programs import program_from_exported
 
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

@@ -12,11 +12,9 @@ import tvm
 
 from pretune.errors import InputError, MissingExtraError, one_line
 from pretune.intake.files import check_file
+from pretune.intake.load import EXPORT
 from pretune.intake.program import Program, Shapes, program_from_relax
 from pretune.native_log import quiet_native
-
-EXPORT = "torch.export.save(torch.export.export(model.eval(), (example,)), 'model.pt2')"
-"""What a user runs to get a file that can be read."""
 
 # Larger results of constant subgraphs (bytes) are left to be computed at run time.
 _FOLD_AT_MOST = 64 << 20
