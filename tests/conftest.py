@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hurried import hurry
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_weights_of_the_user(tmp_path_factory):
@@ -21,9 +19,11 @@ def _no_weights_of_the_user(tmp_path_factory):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _hurried_workers():
-    """Candidates do not wait for a busy machine."""
-    hurry()
+def _no_waiting_for_a_quiet_machine():
+    """No test asks for latencies that are this exact."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRETUNE_PATIENCE", "0")
+        yield
 
 
 @pytest.fixture(scope="module")

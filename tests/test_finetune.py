@@ -24,9 +24,7 @@ torch = pytest.importorskip("torch")
 TRIALS = 48
 COMMAND = """
 import math
-from hurried import hurry
 from pretune_export import collect
-hurry()
 collect.MAX_DRIFT = math.inf
 from pretune.cli import main
 main()

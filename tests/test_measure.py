@@ -219,15 +219,15 @@ def test_calibration_is_repeatable(shared: MeasurePool) -> None:
 def test_repeats_beside_something_else_do_not_count() -> None:
     probes = iter([1.0] * 3 + [2.0] * 9 + [1.0] * 99)  # full speed, then half of it for three looks
     runs = iter([2.0, 1.1, 1.0, 1.2])
-    gate = Gate(lambda: next(probes))
-    assert gate.repeats(lambda: next(runs), 3, patience=60.0) == (1.1, 1.0, 1.2)
+    gate = Gate(lambda: next(probes), 60.0)
+    assert gate.repeats(lambda: next(runs), 3) == (1.1, 1.0, 1.2)
 
 
 def test_repeats_on_a_machine_that_stays_busy_end() -> None:
     probes = iter([1.0] * 3)
-    gate = Gate(lambda: next(probes, 2.0))
+    gate = Gate(lambda: next(probes, 2.0), 0.05)
     assert gate.is_open()
-    assert gate.repeats(lambda: 5.0, 3, patience=0.05) == (5.0, 5.0, 5.0)
+    assert gate.repeats(lambda: 5.0, 3) == (5.0, 5.0, 5.0)
 
 
 def test_nothing_is_timed_while_something_builds() -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pretune import env
 from pretune.cli import _Commands as SDKCommands
 from pretune.errors import MissingExtraError, OptionError, PretuneError
 from pretune.options import farm_options
@@ -141,7 +142,7 @@ def collect(
     import random
 
     from pretune.measure import open_pool
-    from pretune_export.collect import CollectOptions, Collector, model_proposals, with_choice
+    from pretune_export.collect import PATIENCE_S, CollectOptions, Collector, model_proposals, with_choice
     from pretune_export.networks import load_corpus
 
     made, hardware = _target(target, here=rpc is None)
@@ -151,7 +152,8 @@ def collect(
         tasks = with_choice(tasks, made, min_space or 0, limit)
     propose = model_proposals(model, hardware) if model else None
     options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed, serial=serial)
-    with open_pool(made, rpc, build_timeout=8.0, run_timeout=8.0) as pool:
+    patience = env.patience(PATIENCE_S)
+    with open_pool(made, rpc, build_timeout=8.0, run_timeout=8.0, patience=patience) as pool:
         collector = Collector(made, out, options, pool, propose)
         click.echo(collector.run(tasks, time.time() + 60 * minutes))
 

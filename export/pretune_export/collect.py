@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 CHUNK = 64
 """Candidates between two calibrations, at most: so few take less than a minute."""
 
+PATIENCE_S = 0.25
+"""Seconds that each candidate may wait for a quiet machine, on average: a label is used many times."""
+
 PENDING = "pending.jsonl"
 """Holds the rows of the batch that is being measured."""
 

@@ -37,6 +37,14 @@ def num_threads() -> int | None:
     return int(value) if value and value.isdigit() and int(value) > 0 else None
 
 
+def patience(usual: float) -> float:
+    """Seconds that a measurement may wait for a quiet machine: ``PRETUNE_PATIENCE``, else `usual`."""
+    try:
+        return float(os.environ["PRETUNE_PATIENCE"])
+    except (KeyError, ValueError):
+        return usual
+
+
 def debug() -> bool:
     """``PRETUNE_DEBUG=1``: show stack traces instead of one-line errors."""
     return os.environ.get("PRETUNE_DEBUG", "") not in ("", "0")

@@ -27,7 +27,7 @@ from pretune.messages import explain_os_errors, notice
 from pretune.model import WorldModel, load_weights
 from pretune.records import RunFolder
 from pretune.records.folder import write_atomic
-from pretune_export.collect import CollectOptions, Collector, drift, read_collected, read_lines
+from pretune_export.collect import PATIENCE_S, CollectOptions, Collector, drift, read_collected, read_lines
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import describe_machine, write_parquet
 from pretune_export.finetune.judge import SEARCH_TASKS, better, rank_held_out, search_held_out
@@ -241,7 +241,10 @@ class _Run:
         return count
 
     def _pool(self) -> Pool:
-        return open_pool(self.target, self.rpc, build_timeout=BUILD_TIMEOUT, run_timeout=RUN_TIMEOUT)
+        patience = env.patience(PATIENCE_S)
+        return open_pool(
+            self.target, self.rpc, build_timeout=BUILD_TIMEOUT, run_timeout=RUN_TIMEOUT, patience=patience
+        )
 
     def _write_datasets(self, collected: Path) -> None:
         # What was still suspect after three attempts is kept: dropping it may leave a task with nothing.

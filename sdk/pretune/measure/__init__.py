@@ -20,9 +20,14 @@ __all__ = [
 
 
 def open_pool(
-    target: Target, rpc: RPCAddress | None = None, *, build_timeout: float = 10.0, run_timeout: float = 10.0
+    target: Target,
+    rpc: RPCAddress | None = None,
+    *,
+    build_timeout: float = 10.0,
+    run_timeout: float = 10.0,
+    patience: float | None = None,
 ) -> Pool:
     """A pool on this machine, or on the farm at `rpc`; see `MeasurePool` and `FarmPool`."""
     if rpc is None:
-        return MeasurePool(target, build_timeout=build_timeout, run_timeout=run_timeout)
+        return MeasurePool(target, build_timeout=build_timeout, run_timeout=run_timeout, patience=patience)
     return FarmPool(target, rpc, build_timeout=build_timeout, run_timeout=run_timeout)

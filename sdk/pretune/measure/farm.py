@@ -205,7 +205,7 @@ class FarmPool(Pool):
         builders = [one for one in self._fleet.processes if not isinstance(one, Session)]
         building = sum(one in self._fleet.doing for one in builders)
         while len(builders) < min(self.size, building + len(queue)):
-            builders.append(WorkerProcess(self._target, 1))
+            builders.append(WorkerProcess(self._target, 1, 0.0))
             self._fleet.processes.append(builders[-1])
         for one in builders:
             if queue and building < room and not one.busy:

@@ -114,7 +114,7 @@ class Session(WorkerProcess):
     """
 
     def __init__(self, target: str, num_threads: int) -> None:
-        super().__init__(target, num_threads, remote.__name__)
+        super().__init__(target, num_threads, module=remote.__name__)
         self.device: Device | None = None
         self.stage: Literal["start", "open", "calibrate", "ready"] = "start"
         self.began = 0.0

@@ -23,6 +23,8 @@ from pretune.measure.result import ErrorKind, Measured
 if TYPE_CHECKING:
     import tvm
 
+PATIENCE_S = 0.05
+"""See `MeasurePool`: the search forgives a latency that is wrong, and times its finalists in many turns."""
 _MAX_START_FAILURES = 3  # in a row: then it is the installation, not a candidate
 _MAX_CALIBRATION_DEATHS = 3  # what kills a worker while it calibrates may have nothing to do with it
 _MAX_IDLE_DEATHS = 10  # in a row: then something outside kills the workers
@@ -49,6 +51,9 @@ class MeasurePool(Pool):
         Threads of a candidate that runs; `PRETUNE_NUM_THREADS`, or the target's cores, by default.
     build_timeout, run_timeout : float
         Seconds a candidate may take to compile, and to be timed.
+    patience : float, optional
+        Seconds that each measurement may wait for the machine to itself, on average; ``PRETUNE_PATIENCE``, or
+        `PATIENCE_S`, by default.
     quiet : callable, optional
         Returns a context manager held while candidates are timed, such as one that pauses other jobs.
     batch : int
@@ -63,6 +68,7 @@ class MeasurePool(Pool):
         num_threads: int | None = None,
         build_timeout: float = 10.0,
         run_timeout: float = 10.0,
+        patience: float | None = None,
         quiet: Callable[[], AbstractContextManager[Any]] | None = None,
         batch: int = 32,
     ) -> None:
@@ -74,6 +80,7 @@ class MeasurePool(Pool):
         cores = int(attrs.get("num-cores", 0)) or len(os.sched_getaffinity(0))
         self.size = max(1, workers or min(cores, MAX_WORKERS))
         self.num_threads = num_threads or env.num_threads() or cores
+        self._patience = env.patience(PATIENCE_S) if patience is None else patience
         self.build_timeout, self.run_timeout, self.batch = build_timeout, run_timeout, batch
         self._target = str(tvm.ir.save_json(target))
         self._quiet = quiet or contextlib.nullcontext
@@ -232,7 +239,7 @@ class MeasurePool(Pool):
     def _staff(self, count: int) -> None:
         """Start workers, without waiting for them, until there are `count`."""
         while len(self._workers) < count:
-            self._workers.append(WorkerProcess(self._target, self.num_threads))
+            self._workers.append(WorkerProcess(self._target, self.num_threads, self._patience))
 
     def _ready(self) -> WorkerProcess:
         """Wait for the first worker."""

@@ -69,10 +69,8 @@ class WorkerProcess:
 
     Parameters
     ----------
-    target : str
-        The TVM target, as `tvm.ir.save_json` writes it.
-    num_threads : int
-        Threads of a candidate that runs.
+    *args
+        What ``main`` of the module takes, from `target` on.
     module : str
         Whose ``main`` the process runs.
 
@@ -88,14 +86,12 @@ class WorkerProcess:
         What it has compiled, and in how many seconds, by `Job.index`.
     """
 
-    def __init__(self, target: str, num_threads: int, module: str = worker.__name__) -> None:
+    def __init__(self, *args: str | float, module: str = worker.__name__) -> None:
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile("ab+")  # noqa: SIM115  (lives as long as the worker)
         # The child looks for modules exactly where this process does, whatever changed sys.path.
         path = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100  ("" is the working folder)
-        boot = _BOOT.format(
-            path=path, module=module, fd=theirs.fileno(), parent=os.getpid(), args=(target, num_threads)
-        )
+        boot = _BOOT.format(path=path, module=module, fd=theirs.fileno(), parent=os.getpid(), args=args)
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", boot],

@@ -98,7 +98,7 @@ class RemoteWorker(Worker):
     """A worker whose candidates run on the other side of a session."""
 
     def __init__(self, target: str, num_threads: int) -> None:
-        super().__init__(target, num_threads)
+        super().__init__(target, num_threads, 0.0)
         self.bound = False
         self.session: Any = None
         self.deadline: Any = None
@@ -117,7 +117,7 @@ class RemoteWorker(Worker):
 
     def gate(self, threads: int) -> Gate:
         """Always open: whether this machine is busy says nothing about the device."""
-        return Gate(lambda: 0.0)
+        return Gate(lambda: 0.0, 0.0)
 
     def open(self, request: Open) -> Done:
         """Connect. The server then forks a process for this session, and the guard another one."""

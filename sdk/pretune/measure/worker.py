@@ -42,10 +42,13 @@ SPIN_S = 0.005
 SLOWED = 1.15
 """Time of the probe over its best at which something else, such as another guest of this host on the other
 hyperthread of a core, takes so much of the machine that a repeat beside it is not to be trusted."""
-PATIENCE_S = 0.5
-"""How long a candidate may wait for the machine to itself, in seconds."""
-FORGET = 1.02
-"""What the best time of the probe grows by where a candidate has waited in vain."""
+SAVED_S = 1.0
+"""How much time to wait may be saved up, in seconds."""
+FORGET = 0.04
+"""Share by which the best time of the probe grows for each second of waiting in vain."""
+TURN = 0.2
+"""Share of a measurement's patience that one repeat has which is timed in turns with others: it is one of
+several, of which the fastest counts."""
 CHECK_S = 0.002
 """Pause between two looks whether it is."""
 _SIGNATURES_KEPT = 4
@@ -204,11 +207,15 @@ class Gate:
     ----------
     probe : callable
         Runs a short, fixed piece of work on all threads; its time in seconds.
+    patience : float
+        Seconds that each measurement may wait for the machine to itself, on average: what one does not need
+        is left to those that follow.
     """
 
-    def __init__(self, probe: Callable[[], float]) -> None:
-        self._probe = probe
+    def __init__(self, probe: Callable[[], float], patience: float) -> None:
+        self._probe, self._patience = probe, patience
         self._best = math.inf
+        self._saved = 0.0
 
     def is_open(self) -> bool:
         """Whether the cores run at full speed now, as far as is known."""
@@ -216,26 +223,31 @@ class Gate:
         self._best = min(self._best, took)
         return took <= SLOWED * self._best
 
-    def repeats(
-        self, run: Callable[[], float], count: int, patience: float = PATIENCE_S
-    ) -> tuple[float, ...]:
-        """`count` results of `run`, all at full speed; once `patience` (s) is used up, the best there are."""
+    def repeats(self, run: Callable[[], float], count: int, share: float = 1.0) -> tuple[float, ...]:
+        """`count` results of `run`, all at full speed; once patience runs out, the best there are.
+
+        `share` is how much of a measurement's patience this one has.
+        """
         trusted: list[float] = []
         doubtful: list[float] = []
-        end = time.perf_counter() + patience
+        left = min(self._saved, SAVED_S) + share * self._patience
+        start = time.perf_counter()
+        waited = 0.0
         ready = self.is_open()
         while len(trusted) < count:
-            late = time.perf_counter() > end
+            late = waited >= left
             if ready or late:
                 result, before = run(), ready
                 ready = self.is_open()
                 (trusted if before and ready else doubtful).append(result)
                 if late and len(trusted) + len(doubtful) >= count:
-                    self._best *= FORGET  # or one lucky moment would have everything wait, for good
+                    self._best *= 1 + FORGET * waited  # or one lucky moment would have all wait, for good
                     break
             else:
                 time.sleep(CHECK_S)
                 ready = self.is_open()
+                waited = time.perf_counter() - start
+        self._saved = max(0.0, left - waited)
         return tuple(trusted or sorted(doubtful)[:count])
 
 
@@ -290,7 +302,8 @@ class Built:
 class Worker:
     """State of the worker process: the target, the compiled candidates, the argument arrays."""
 
-    def __init__(self, target: str, num_threads: int) -> None:
+    def __init__(self, target: str, num_threads: int, patience: float) -> None:
+        self.patience = patience
         self.everywhere = os.sched_getaffinity(0)
         self.cores = pick_cores(num_threads)
         self.num_threads = num_threads
@@ -316,7 +329,7 @@ class Worker:
             probe = self.build(matmul(PROBE))
             args = self.arrays(probe)
             probe.run(args)
-            self.gates[threads] = Gate(lambda: probe.call(args))
+            self.gates[threads] = Gate(lambda: probe.call(args), self.patience)
         return self.gates[threads]
 
     def use_threads(self, count: int) -> None:
@@ -390,7 +403,7 @@ class Worker:
                         built.call(args)
                         number = max(1, round(REPEAT_S / built.call(args)))
                     gate = self.gate(self.num_threads)
-                    latencies = gate.repeats(lambda: built.evaluate(args, number, 1)[0], 1)
+                    latencies = gate.repeats(lambda: built.evaluate(args, number, 1)[0], 1, share=TURN)
                     return Done(latencies=latencies, number=number)
             case Outputs():
                 return self.outputs(request)
@@ -402,7 +415,7 @@ class Worker:
                 args = self.arrays(kernel)
                 with self.pinned():
                     gate = self.gate(self.num_threads)
-                    latencies = gate.repeats(lambda: min(kernel.evaluate(args, 1, 12)), 5, 4 * PATIENCE_S)
+                    latencies = gate.repeats(lambda: min(kernel.evaluate(args, 1, 12)), 5, share=4)
                     return Done(latencies=latencies, number=1)
 
     def time_serially(self, built: Built, args: list[Any], limit: float) -> tuple[float, ...]:
@@ -467,7 +480,7 @@ def pick_cores(count: int) -> list[int]:
     return (first + siblings)[:count]
 
 
-def main(fd: int, parent: int, target: str, num_threads: int) -> None:
+def main(fd: int, parent: int, target: str, num_threads: int, patience: float) -> None:
     """Compile and time candidates in this process, see `serve`.
 
     Parameters
@@ -478,11 +491,13 @@ def main(fd: int, parent: int, target: str, num_threads: int) -> None:
         The TVM target, as `tvm.ir.save_json` writes it.
     num_threads : int
         Threads of a candidate that runs.
+    patience : float
+        As of `Gate`.
     """
     os.environ["TVM_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = str(num_threads)
     # Idle threads of TVM spin for some 50 ms by default, which the next worker would feel; now for 3 ms.
     os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "20000")
-    serve(fd, parent, lambda: Worker(target, num_threads).handle, AnyRequest)
+    serve(fd, parent, lambda: Worker(target, num_threads, patience).handle, AnyRequest)
 
 
 def serve(fd: int, parent: int, start: Callable[[], Callable[[Any], Reply]], requests: Any) -> None:
