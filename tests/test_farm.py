@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tvm
 from click.testing import CliRunner
 from tvm.rpc.base import RPC_MAGIC
 
@@ -117,6 +118,29 @@ def test_the_command_line_tunes_on_a_farm(two: LoopbackFarm, tmp_path, monkeypat
     assert all(r["device"].startswith("127.0.0.1:") for r in records)
     found = json.loads((tmp_path / "out" / "result.json").read_text())
     assert found["cpu"] == found["microarch"]  # all that the target says of the devices
+
+
+@pytest.mark.usefixtures("any_drift")
+def test_fine_tuning_measures_on_a_farm(two: LoopbackFarm, weights: Path, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("torch")
+    import pretune
+    from pretune_export.finetune import plan
+
+    monkeypatch.setitem(FarmPool.__init__.__kwdefaults__, "tolerance", math.inf)
+    monkeypatch.setitem(plan.FINE_TUNING, "epochs", 1)
+    monkeypatch.setitem(plan.FINE_TUNING, "least_steps", 0)
+    monkeypatch.setitem(plan.FINE_TUNING, "candidates_with_states", 2)
+    programs = []
+    for n in (32, 48, 64):
+        programs.append(tmp_path / f"{n}.json")
+        programs[-1].write_text(str(tvm.ir.save_json(matmul(n))))
+    target = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 1}
+    result = pretune.finetune(
+        programs, target=target, trials=48, base=weights, out=tmp_path / "out", search=False, rpc=two.address
+    )
+    assert result.schedules == 48 and result.tasks == {"train": 1, "validation": 1, "test": 1}
+    rows = [json.loads(line) for line in (tmp_path / "out" / "collected" / "measured.jsonl").open()]
+    assert all(row["device"].startswith("127.0.0.1:") for row in rows)
 
 
 def test_every_trial_is_measured_once_whatever_happens_to_servers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ def test_a_finished_run_is_not_done_again(killed, finished, programs, weights):
     again = pretune.finetune(**options(programs, out, weights), search=False)
     assert again == result
     with pytest.raises(pretune.errors.OptionError, match="trials: 48"):
-        pretune.finetune(**options(programs, out, weights) | {"trials": 64})
+        pretune.finetune(**options(programs, out, weights) | {"trials": 47})
     with pytest.raises(pretune.errors.OptionError, match=r"shapes: \{\}"):
         pretune.finetune(**options(programs, out, weights), shapes={"x": (1, 3)})
     with pytest.raises(pretune.errors.OptionError, match="farm: False"):
@@ -182,6 +182,37 @@ def test_a_finished_run_is_not_done_again(killed, finished, programs, weights):
     with pytest.raises(pretune.errors.OptionError, match=r"\(\S*p1.json had other tasks\)"):
         pretune.finetune(**options(programs, out, weights))
     programs[1].write_text(before)
+
+
+def test_a_larger_budget_goes_on_from_what_was_measured(
+    killed, finished, programs, weights, tmp_path, any_drift
+):
+    import pretune
+    from pretune_export.finetune import plan
+
+    source, _before = killed
+    out = tmp_path / "out"
+    shutil.copytree(source, out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(plan.FINE_TUNING, "epochs", 1)
+        patch.setitem(plan.FINE_TUNING, "least_steps", 0)
+        patch.setitem(plan.FINE_TUNING, "candidates_with_states", 2)
+        more = options(programs, out, weights) | {"trials": TRIALS + 6}
+        result = pretune.finetune(**more, search=False)
+    assert result.schedules == len({key(row) for row in rows(out)}) == len(rows(out)) == TRIALS + 6
+    assert rows(out)[:TRIALS] == rows(source)
+
+
+def test_weights_that_are_no_better_after_all_are_withdrawn(finished, monkeypatch, tmp_path):
+    from pretune_export.finetune.register import register, withdraw
+
+    result, _seen = finished
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    place = register(result.weights, "mine")
+    assert "is removed" in withdraw(place, result.weights) and not place.exists()
+    place = register(result.weights, "mine")
+    (place / "model.safetensors").write_bytes(b"of a later run")
+    assert "stays" in withdraw(place, result.weights) and place.exists()
 
 
 def test_a_task_that_was_killed_with_its_share_does_not_end_the_run(killed, weights, tmp_path, any_drift):
@@ -234,26 +265,45 @@ def test_training_that_ran_out_of_time_is_not_taken_up_again(killed, finished, t
         assert len((out / "training" / "log.jsonl").read_text().splitlines()) == 1
 
 
-def rankings(top1: float) -> dict:
-    test = {"mean": {"top1": top1, "top5": 0.9, "spearman": 0.8}}
-    return {"mean": test["mean"], "test": {"tasks": 4}}
+def rankings(*top1: float) -> dict:
+    rows = [{"top1": value, "top5": 0.9, "spearman": 0.8} for value in top1]
+    return {"mean": rows[0] | {"top1": sum(top1) / len(top1)}, "test": {"rows": rows}}
 
 
 @pytest.mark.parametrize(
     ("after", "search", "kept", "said"),
     [
-        (0.8, None, True, "top-1 0.700 -> 0.800"),
-        (0.7, None, False, "do not rank better"),
-        (0.6, {"base": 1.5}, False, "do not rank better"),
-        (0.8, {"base": 1.02}, True, "rank better"),
-        (0.8, {"base": 0.8}, False, "slower"),
+        ((0.8, 0.8, 0.8, 0.9), None, True, "top-1 0.700 -> 0.825"),
+        ((0.7, 0.7, 0.7, 0.7), None, False, "do not rank better"),
+        ((0.6, 0.6, 0.6, 0.7), {"base": 1.5}, False, "do not rank better"),
+        ((0.9, 0.5, 0.9, 0.6), None, False, "less than chance"),
+        ((0.8, 0.8, 0.8, 0.9), {"base": 1.02}, True, "rank better"),
+        ((0.8, 0.8, 0.8, 0.9), {"base": 0.8}, False, "slower"),
+        ((0.8,), None, False, "so few tell little"),
+        ((0.8,), {"base": 0.98}, False, "so few tell little"),
+        ((0.8,), {"base": 1.02}, True, "rank better"),
     ],
 )
 def test_what_is_better(after, search, kept, said):
     from pretune_export.finetune.judge import better
 
-    found, why = better({"before": rankings(0.7), "after": rankings(after)}, search)
+    found, why = better({"before": rankings(*[0.7] * len(after)), "after": rankings(*after)}, search)
     assert found is kept and said in why
+
+
+def test_where_a_base_was_published(weights, tmp_path):
+    from pretune.hardware import detect
+    from pretune_export.finetune.plan import choose_base
+
+    assert choose_base(detect(), "cpu-x86-64-v4").repo == "pretune/cpu-x86-64-v4"
+    assert choose_base(detect(), str(weights)).repo == "pretune/cpu-x86-64-v4"
+    copy = tmp_path / "mine"
+    shutil.copytree(weights, copy)
+    assert choose_base(detect(), str(copy)).repo == ""
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["provenance"]["fine_tuned"] = {"base_repo": "pretune/cpu-x86-64-v4"}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert choose_base(detect(), str(copy)).repo == "pretune/cpu-x86-64-v4"
 
 
 def test_a_dead_pool_says_what_is_kept(programs, weights, tmp_path, monkeypatch):

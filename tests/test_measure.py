@@ -21,7 +21,7 @@ import pytest
 import tvm
 from tvm import s_tir, te
 
-from pretune.errors import MeasureError
+from pretune.errors import MeasureError, OptionError
 from pretune.measure import MeasurePool, difference
 from pretune.measure.worker import Gate
 
@@ -147,6 +147,13 @@ def test_finalists_take_turns(shared: MeasurePool) -> None:
     assert len(order) == 6 and order == order[:2] * 3 and order[0] != order[1]
 
 
+def test_a_crash_costs_one_finalist(shared: MeasurePool) -> None:
+    crash = copy((8,), "float32", 1 << 40)
+    results = shared.interleave([matmul(64), crash, tiled(64)], rounds=3)
+    assert [len(result.latencies) for result in results] == [3, 0, 3]
+    assert results[1].error_kind == "crash"
+
+
 def test_an_invalid_module_is_a_build_error(shared: MeasurePool) -> None:
     bad, good = shared.measure([tvm.IRModule({}), tiled(64)])
     assert (bad.ok, bad.error_kind) == (False, "build")
@@ -228,6 +235,26 @@ def test_repeats_on_a_machine_that_stays_busy_end() -> None:
     gate = Gate(lambda: next(probes, 2.0), 0.05)
     assert gate.is_open()
     assert gate.repeats(lambda: 5.0, 3) == (5.0, 5.0, 5.0)
+
+
+def test_patience_that_is_not_needed_is_saved() -> None:
+    """For a while: then a machine that stays busy has nobody wait, and the gate forgets how fast it was."""
+    speed = [1.0]
+    gate = Gate(lambda: speed[0], 0.01)
+    for _ in range(4):
+        gate.repeats(lambda: 1.0, 1, share=0.5)
+    speed[0] = 2.0
+    start = time.perf_counter()
+    assert gate.repeats(lambda: 5.0, 1) == (5.0,)
+    assert time.perf_counter() - start > 4 * 0.5 * 0.01
+    assert gate._saved == 0 and gate._best > 1.0
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1", "9", "0,5"])
+def test_patience_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PRETUNE_PATIENCE", value)
+    with pytest.raises(OptionError, match=f"PRETUNE_PATIENCE={value} is no number of seconds from 0 to 1"):
+        MeasurePool({"kind": "llvm", "num-cores": 1})
 
 
 def test_nothing_is_timed_while_something_builds() -> None:

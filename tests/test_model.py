@@ -217,6 +217,20 @@ def test_the_search_explores_unless_it_is_greedy(model, hardware):
     search.update(first, [1e-3 * (i + 1) for i in range(6)])
     for explore in (0.0, 2.0):
         pool = search._evolve(explore)[0]
-        mean, deviation = search.posterior.predict(pool.score, pool.features)
+        mean, deviation = search._posterior.predict(pool.score, pool.features)
         np.testing.assert_allclose(pool.value, mean + explore * deviation, atol=1e-3)
         assert deviation.max() > 0.01
+
+
+def test_a_batch_is_spread_unless_it_is_greedy(model, hardware):
+    space = TaskSpace.generate(matmul(), TARGET)
+
+    def correlation(*, greedy: bool) -> float:
+        search = TaskSearch(space, TaskScorer(model, space, hardware), seed=1)
+        proposals = search.propose(12, greedy=greedy)
+        score, features = np.array([p.score for p in proposals]), np.stack([p.features for p in proposals])
+        assert score[0] == score.max()
+        _mean, covariance = search._posterior.joint(score, features)
+        return float(np.triu(covariance / covariance[0, 0], 1).sum() / (12 * 11 / 2))
+
+    assert correlation(greedy=False) < correlation(greedy=True) - 0.05

@@ -176,15 +176,16 @@ def dataset(
 
     Any number of machines may --append to a dataset at the same time; of a candidate measured again, the last
     measurement counts. What was timed on one thread as well becomes a machine of one core, "MACHINE-serial".
-    Run it on the machine that measured: its description goes in.
+    Run it on the machine that measured, whose description goes in; what a farm measured has its target's.
     """
     from pretune_export.collect import read_collected, serial_rows
     from pretune_export.dataset import describe_machine, write_parquet
     from pretune_export.networks import forbidden_task_ids, load_corpus
 
-    made, hardware = _target(target)
-    forbidden = forbidden_task_ids(exclude, made) if exclude else frozenset()
     spaces, rows = read_collected(collected)
+    here = not any(row.get("device") for row in rows)  # those of a farm name the device
+    made, hardware = _target(target, here=here)
+    forbidden = forbidden_task_ids(exclude, made) if exclude else frozenset()
     tasks = [t for t in load_corpus(corpus_file) if t.id not in forbidden]
     known = {t.id for t in tasks}
     rows = [r for r in rows if r["task"] in known]
@@ -197,7 +198,7 @@ def dataset(
     write_parquet(out, tasks, spaces, rows, described, append=append)
     click.echo(f"{len(rows)} schedules of {len({r['task'] for r in rows})} tasks")
     if serial := serial_rows(rows):
-        made, hardware = _target(json.dumps({**json.loads(str(made)), "num-cores": 1}))
+        made, hardware = _target(json.dumps({**json.loads(str(made)), "num-cores": 1}), here=here)
         described = describe_machine(hardware, name=f"{machine}-serial", target=str(made), days=days)
         write_parquet(out, tasks, spaces, serial, described, append=append)
         click.echo(f"{len(serial)} of them on one thread as well")

@@ -177,7 +177,7 @@ class Collector:
             if not batch:
                 break
             best = min((e[0] for e in elite), default=None)
-            results = self.measure(task.id, policy, [c for c, _ in batch], best)
+            results = self.measure(task.id, [c for c, _ in batch], [policy] * len(batch), best)
             for (candidate, row), result in zip(batch, results, strict=True):
                 seen[candidate.shash] = result.latency
                 if result.ok:
@@ -187,7 +187,7 @@ class Collector:
         return written
 
     def measure(
-        self, task: str, policy: str, batch: Sequence[Candidate], best: float | None
+        self, task: str, batch: Sequence[Candidate], policies: Sequence[str], best: float | None
     ) -> list[Measured]:
         """Measure candidates of a task, and append a row for each.
 
@@ -199,21 +199,22 @@ class Collector:
         ----------
         task : str
             Its id.
-        policy : str
-            How the candidates were chosen.
         batch : sequence of Candidate
+        policies : sequence of str
+            How each of them was chosen.
         best : float or None
             Best latency of the task so far, in seconds.
         """
         results: list[Measured] = []
         for at in range(0, len(batch), CHUNK):
-            results += self._chunk(task, policy, batch[at : at + CHUNK], best)
+            chunk = slice(at, at + CHUNK)
+            results += self._chunk(task, batch[chunk], policies[chunk], best)
             fastest = min(result.latency for result in results)
             best = fastest if best is None else min(best, fastest)
         return results
 
     def _chunk(
-        self, task: str, policy: str, batch: Sequence[Candidate], best: float | None
+        self, task: str, batch: Sequence[Candidate], policies: Sequence[str], best: float | None
     ) -> list[Measured]:
         # Until the batch is through, its rows say that the machine's speed has not moved: should the run be
         # killed, they are kept.
@@ -228,7 +229,7 @@ class Collector:
                 "error_kind": result.error_kind,
                 "build_s": round(result.build_s, 4),
                 "device": result.device,
-                "policy": policy,
+                "policy": policies[i],
                 "calibration": [before, after],
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
             }
@@ -301,14 +302,14 @@ def materialise(
     batch: list[tuple[Candidate, np.ndarray]] = []
     hashes = set(seen)
     for k, row in rows:
+        if len(batch) >= wanted:
+            break
         candidate = space.materialise(k, row)
         if candidate is None or candidate.shash in hashes:
             continue
         if not builds_for_minutes(candidate.mod, space.target):
             hashes.add(candidate.shash)
             batch.append((candidate, row))
-            if len(batch) == wanted:
-                break
     return batch
 
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+
+from pretune.errors import OptionError
+
+MOST_PATIENCE = 1.0
+"""Candidates that wait much longer for a quiet machine would miss their deadlines."""
 
 
 def cache_dir() -> Path:
@@ -38,11 +44,25 @@ def num_threads() -> int | None:
 
 
 def patience(usual: float) -> float:
-    """Seconds that a measurement may wait for a quiet machine: ``PRETUNE_PATIENCE``, else `usual`."""
-    try:
-        return float(os.environ["PRETUNE_PATIENCE"])
-    except (KeyError, ValueError):
+    """Seconds that a measurement may wait for a quiet machine: ``PRETUNE_PATIENCE``, else `usual`.
+
+    Raises
+    ------
+    OptionError
+        If it is no number from 0, which never waits, to `MOST_PATIENCE`.
+    """
+    text = os.environ.get("PRETUNE_PATIENCE")
+    if not text:
         return usual
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= MOST_PATIENCE:
+        raise OptionError(
+            f"PRETUNE_PATIENCE={text} is no number of seconds from 0 to {MOST_PATIENCE:g}; give 0 not to wait"
+        )
+    return value
 
 
 def debug() -> bool:

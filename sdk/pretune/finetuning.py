@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pretune.errors import MissingExtraError, OptionError
+from pretune.messages import notice
 from pretune.options import farm_options
 from pretune.output import print_result, to_stderr
 from pretune.progress import PLAIN_S, REFRESH_S
@@ -291,6 +292,8 @@ def command(
             rpc=rpc,
             on_progress=on_progress,
         )
+    for text in result.notices:
+        notice(text)
     print_result(result.to_dict(), as_json, lambda console: _show(result, console))
 
 

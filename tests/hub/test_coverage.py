@@ -99,6 +99,21 @@ def test_of_two_that_cover_alike_the_nearer_source_is_used():
     assert [item.offer.source for item in found] == ["own", "cache", "wheel", "hub"]
 
 
+def test_of_two_measured_on_a_microarchitecture_those_with_as_many_cores_are_used():
+    here = machine("Zen 4")
+    measured = DATA["targets"][0]["measured_on"][0] | {"microarch": here.microarch}
+    offers = [
+        Offer(
+            "own",
+            name,
+            Path(name),
+            config(**DATA["targets"][0] | {"name": name, "measured_on": [measured | {"cores": n}]}),
+        )
+        for name, n in (("a", here.cores + 1), ("b", here.cores))
+    ]
+    assert [item.offer.name for item in consider(here, offers, HERE)] == ["b", "a"]
+
+
 def test_a_folder_that_cannot_be_read_is_listed_with_the_reason(folder):
     edit(folder, format_version=7)
     offer = offer_in(folder, "own")

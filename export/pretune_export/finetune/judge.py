@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tvm
 
 from pretune.bench.common import Bench
@@ -32,9 +34,15 @@ if TYPE_CHECKING:
 SEARCH_TASKS, SEARCH_TRIALS = 3, 16
 """Of the short search: a look at whether better ranking finds better schedules, not a benchmark."""
 
+SEARCH_FLOPS = 1e9
+"""Operations of a task in the short search, at most, where there are such: others take minutes each."""
+
 SLOWER = 0.95
 """Latency with the base weights over that with the new ones: below it, a search contradicts the ranking.
 Two searches with the same weights differ by as much."""
+
+FEW = 4
+"""Held-out tasks that are too few for their ranking to decide alone."""
 
 
 def rank_held_out(config: TrainConfig, run: Path, base: Path) -> dict[str, Any]:
@@ -107,7 +115,8 @@ def search_held_out(
     """
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder / "rows.jsonl")
-    chosen = pick(tasks, SEARCH_TASKS)
+    light = [task for task in tasks if task.flops <= SEARCH_FLOPS]
+    chosen = pick(light or tasks, SEARCH_TASKS)
     rows = []
     for n, task in enumerate(chosen):
         row = store.find(task.id)
@@ -148,7 +157,7 @@ def _search(
             for side, best in one.items()
         }
         row |= time_in_turns(pool, mods)
-    except (PretuneError, OSError):
+    except (PretuneError, OSError, MemoryError):
         raise
     except Exception as error:  # One task that TVM cannot handle is one row without latencies.
         return row | {"error": one_line(error)}
@@ -158,16 +167,26 @@ def _search(
 
 
 def better(rankings: dict[str, Any], search: dict[str, Any] | None) -> tuple[bool, str]:
-    """Whether the new weights are better than the base, and why."""
+    """Whether the new weights are better than the base, and why.
+
+    They must rank the held-out tasks better by more than the standard error of the difference.
+    """
     before, after = (rankings[name]["mean"] for name in ("before", "after"))
-    count = rankings["after"]["test"]["tasks"]
+    rows = (rankings[name]["test"]["rows"] for name in ("after", "before"))
+    gains = np.array([merit(new) - merit(old) for new, old in zip(*rows, strict=True)])
+    count = len(gains)
+    noise = float(gains.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
     change = ", ".join(
         f"{label} {before[key]:.3f} -> {after[key]:.3f}"
         for key, label in (("top1", "top-1"), ("top5", "top-5"), ("spearman", "Spearman"))
     )
     text = f"on {count} held-out tasks: {change}"
-    if merit(after) <= merit(before):
+    if gains.mean() <= 0:
         return False, f"they do not rank better {text}"
+    if count < FEW and not (search is not None and search["base"] > 1):
+        return False, f"they rank better {text}; but so few tell little, and no search found faster schedules"
+    if count >= FEW and gains.mean() <= noise:
+        return False, f"they rank better by less than chance may give {text}"
     if search is not None and search["base"] < SLOWER:
         slower = f"latency with the base {search['base']:.2f} of theirs"
         return False, f"they rank better {text}; but searches with them found slower schedules ({slower})"

@@ -33,9 +33,9 @@ from pretune_export.dataset import describe_machine, write_parquet
 from pretune_export.finetune.judge import SEARCH_TASKS, better, rank_held_out, search_held_out
 from pretune_export.finetune.measure import Budget, Measurer
 from pretune_export.finetune.plan import MEASURE, TRAIN, Plan, Settings, fine_tuning, make_plan
-from pretune_export.finetune.register import export, finish, name_of, register, used_by
+from pretune_export.finetune.register import export, finish, name_of, register, used_by, withdraw
 from pretune_export.networks import CorpusTask
-from pretune_export.train import train
+from pretune_export.train import ENOUGH, train
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -83,6 +83,8 @@ def run(
             if "kept" in earlier and (earlier["search"] is not None or not search):
                 return FineTuneResult.from_dict(earlier)
             result = _Run(folder.path, plan, tasks, made, machine, hardware, rpc, on_progress).all(search)
+            if not result.kept and earlier.get("registered"):
+                result.notices.append(withdraw(Path(earlier["registered"]), result.weights))
             folder.write_result(result.to_dict())
             return result
 
@@ -204,7 +206,9 @@ class _Run:
         """Measure, and write the datasets; returns how many schedules there are."""
         done = self.out / "measured.json"
         if done.exists():
-            return json.loads(done.read_text())["schedules"]
+            found = json.loads(done.read_text())
+            self.notices += found["notices"]
+            return found["schedules"]
         first: tuple[float, int] | None = None
         trials = self.plan.settings.trials
         until = self._left(MEASURE, "measuring")
@@ -213,10 +217,8 @@ class _Run:
             nonlocal first
             self.clock.tick()
             now = time.monotonic()
-            first = first or (
-                now,
-                count,
-            )  # after earlier runs, and after the first batch, which waits for workers
+            # After earlier runs, and after the first batch, which waits for workers.
+            first = first or (now, count)
             left = until - time.time() if trials is None else math.nan
             if trials is not None and count > first[1]:
                 left = (now - first[0]) / (count - first[1]) * (trials - count)
@@ -226,8 +228,9 @@ class _Run:
         model = WorldModel(load_weights(self.base), env.num_threads() or self.machine.cores)
         self.report(FineTuneProgress("measuring", 0, len(self.tasks)))
         with self._pool() as pool:
+            # That a batch is measured again need not be told: `_write_datasets` counts what stays suspect.
             collector = Collector(
-                self.target, self.out / "collected", CollectOptions(), pool, say=self.notices.append
+                self.target, self.out / "collected", CollectOptions(), pool, say=lambda _text: None
             )
             measurer = Measurer(collector, model, self.hardware, self.plan.settings.seed, on_batch)
             count = measurer.run(self.tasks, Budget(trials, until))
@@ -237,7 +240,7 @@ class _Run:
                 f"no task could be measured; the first of {len(self.tasks)}: {measurer.failed[0]}"
             )
         self._write_datasets(collector.out)
-        write_atomic(done, {"schedules": count})
+        write_atomic(done, {"schedules": count, "notices": self.notices})
         return count
 
     def _pool(self) -> Pool:
@@ -262,8 +265,13 @@ class _Run:
             tasks = [task for task in self.tasks if task.split in splits]
             known = {task.id for task in tasks}
             own = [row for row in rows if row["task"] in known]
-            if not own:
-                raise MeasureError(f"no schedule of the {splits[0]} tasks could be measured")
+            measured = Counter(row["task"] for row in own if row["ok"])
+            for split in splits:
+                if not any(measured[task.id] >= ENOUGH for task in tasks if task.split == split):
+                    raise MeasureError(
+                        f"no {split} task has {ENOUGH} measured schedules; the same command with a larger "
+                        "budget measures more, and none again"
+                    )
             write_parquet(self.out / folder, tasks, spaces, own, described)
 
     def _config(self) -> TrainConfig:
@@ -280,14 +288,15 @@ class _Run:
         done = self.training / "done.json"
         if done.exists():
             return
-        self.report(FineTuneProgress("training", 0, config.epochs, "reading what was measured"))
+        deadline = self._left(TRAIN, "training")
+        self.report(FineTuneProgress("training", text="reading what was measured"))
         now = best = -1.0
 
         def on_epoch(line: dict[str, Any]) -> None:
             nonlocal now, best
             self.clock.tick()
             epoch = line["epoch"]
-            left = line["seconds"] * (line["epochs"] - epoch)
+            left = min(line["seconds"] * (line["epochs"] - epoch), deadline - time.time())
             text = f"loss {line['rank']:.3f}"
             if "validation_top1" in line:
                 now = line["validation_top1"]
@@ -302,7 +311,7 @@ class _Run:
                 config,
                 self.training,
                 cache=self.training / "encoded.pickle",
-                deadline=self._left(TRAIN, "training"),
+                deadline=deadline,
                 on_epoch=on_epoch,
             )
         write_atomic(done, found)

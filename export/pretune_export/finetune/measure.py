@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from pretune.hardware import Hardware
     from pretune.model import WorldModel
 
-BATCH = 16
-"""Schedules of a task measured before the model is corrected by them."""
+BATCH = 8
+"""Schedules of a task measured before the model is corrected by them: half of what most tasks have."""
 
 RANDOM = 1 / 3
 """Share of a training task's schedules that is drawn at random, so that the bad end is known as well."""
@@ -106,7 +106,7 @@ class Budget:
     until: float = math.inf
 
     def share(self, spent: int, tasks: int) -> Budget:
-        """What one of so many tasks may have, after so many schedules."""
+        """What one of the last so many tasks may have, where those before it had so many schedules."""
         if self.trials is not None:
             return Budget(max(0, math.ceil((self.trials - spent) / tasks)))
         now = time.time()
@@ -155,13 +155,14 @@ class Measurer:
         for line in read_lines(self.collector.out / "measured.jsonl"):
             known[line["task"]].append(line)
         self.total = sum(map(len, known.values()))
+        spent = 0
         for n, task in enumerate(tasks):
-            if task.id in self.collector.done:
-                continue
             own = known[task.id]
-            share = budget.share(self.total - len(own), len(tasks) - n)
-            if not share.room(len(own)):
+            share = budget.share(spent, len(tasks) - n)
+            spent += len(own)
+            if task.id in self.collector.done or not share.room(len(own)):
                 continue  # It has its share, if it was killed just before it was done; or nothing is left.
+            before = self.total
             try:
                 self._task(n, task, own, share)
             except (PretuneError, OSError, MemoryError):
@@ -169,6 +170,7 @@ class Measurer:
             except Exception as error:  # One task that TVM cannot handle costs one task.
                 self.failed.append(f"{task.name}: {one_line(error)}")
                 self.collector.append("failed.jsonl", {"task": task.id, "error": repr(error)[:500]})
+            spent += self.total - before
             self.collector.append("done.jsonl", {"task": task.id})
             self.collector.done.add(task.id)
         return self.total
@@ -190,10 +192,11 @@ class Measurer:
             chosen = chooser.choose(room)
             if not chosen:
                 break  # Every schedule of a small design space has been measured.
-            for policy, batch in chosen.items():
-                results = self.collector.measure(task.id, policy, batch, chooser.best)
-                for candidate, result in zip(batch, results, strict=True):
-                    chooser.learn(candidate, result.latency)
-                count += len(batch)
-                self.total += len(batch)
+            batch = [candidate for some in chosen.values() for candidate in some]
+            policies = [policy for policy, some in chosen.items() for _candidate in some]
+            results = self.collector.measure(task.id, batch, policies, chooser.best)
+            for candidate, result in zip(batch, results, strict=True):
+                chooser.learn(candidate, result.latency)
+            count += len(batch)
+            self.total += len(batch)
             self.on_batch(n, self.total, task.name)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from pretune.hardware import Hardware
-    from pretune.hub.sources import Considered
+    from pretune.hub.sources import Considered, Offer
     from pretune.intake import Task
     from pretune.model import Weights
     from pretune.model.weights import Config
@@ -101,6 +101,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     base: str = ""
     seed: int = 0
 
+    def less_than(self, other: Settings) -> bool:
+        """Whether the other has a larger budget of the same kind."""
+        ours, theirs = (s.trials or s.seconds or 0 for s in (self, other))
+        return (self.trials is None) == (other.trials is None) and ours < theirs
+
     @property
     def expected(self) -> int:
         """Schedules to plan for."""
@@ -157,6 +162,10 @@ def make_plan(
     file, tasks_file = folder / "plan.json", folder / "tasks.jsonl.gz"
     if file.exists():
         plan = msgspec.json.decode(file.read_bytes(), type=Plan)
+        if plan.settings.less_than(settings):
+            plan = _with_more(folder, plan, settings)
+            write_atomic(file, msgspec.to_builtins(plan))
+            say("the budget is larger than before: more schedules of the same tasks are measured")
         different = _differences(plan.settings, settings)
         if not different:
             loaded = load_tasks(programs, target, settings.shapes)
@@ -186,6 +195,16 @@ def make_plan(
     )  # fmt: skip
     write_atomic(file, msgspec.to_builtins(plan))
     return plan, list(load_corpus(tasks_file))
+
+
+def _with_more(folder: Path, plan: Plan, settings: Settings) -> Plan:
+    """Have a run go on with a larger budget: what came of the measurements so far is made anew."""
+    for name in ("result.json", "measured.json", "collected/done.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    for name in ("training", "weights", "search"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    budget = {"trials": settings.trials, "seconds": settings.seconds}
+    return msgspec.structs.replace(plan, settings=msgspec.structs.replace(plan.settings, **budget))
 
 
 def fine_tuning(base: Path, **about: Any) -> TrainConfig:
@@ -230,12 +249,12 @@ def choose_base(hardware: Hardware, explicit: str = "") -> Base:
     offers = [offer for offer in offers_here() if offer.config is not None]
     if explicit and (Path(explicit).is_dir() or "/" in explicit):
         weights = find_weights(hardware, explicit)
-        repo = "" if Path(explicit).is_dir() else parse_repo(explicit)[0]
-        return Base(weights, "asked for", repo or _repo(weights.config.name))
+        repo = _repo_of_folder(weights.path) if Path(explicit).is_dir() else parse_repo(explicit)[0]
+        return Base(weights, "asked for", repo)
     if explicit:
         for offer in offers:
             if offer.name == explicit:
-                return Base(load_offer(offer, "asked for"), "asked for", offer.repo or _repo(offer.name))
+                return Base(load_offer(offer, "asked for"), "asked for", _repo(offer))
         raise WeightsError(
             f"--base {explicit}: no folder, and no weights of that name are on this machine; "
             "see: pretune hub ls, and: pretune hub pull"
@@ -249,7 +268,7 @@ def choose_base(hardware: Hardware, explicit: str = "") -> Base:
             "no weights to start from on this machine; pull some (pretune hub ls, pretune hub pull)"
         )
     offer, why = usable[0].offer, usable[0].verdict.described
-    return Base(load_offer(offer, why), why, offer.repo or _repo(offer.name))
+    return Base(load_offer(offer, why), why, _repo(offer))
 
 
 def config_of(item: Considered) -> Config:
@@ -258,8 +277,21 @@ def config_of(item: Considered) -> Config:
     return item.offer.config
 
 
-def _repo(name: str) -> str:
-    return f"{env.hub_org()}/{name}"
+def _repo(offer: Offer) -> str:
+    """The repository of weights; of a user's own, that of the weights which those were fine-tuned from."""
+    return offer.repo or _repo_of_folder(offer.path)
+
+
+def _repo_of_folder(folder: Path) -> str:
+    """The repository that a folder of weights belongs to or descends from; empty if nobody published it."""
+    shipped = shipped_folder()
+    if shipped is not None and folder.resolve().parent == shipped.resolve():
+        return f"{env.hub_org()}/{folder.name}"
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        return str(manifest["provenance"]["fine_tuned"]["base_repo"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 # -- tasks ---------------------------------------------------------------------------------------------------
@@ -344,8 +376,8 @@ def counts(total: int) -> tuple[int, int]:
 def split(tasks: list[CorpusTask]) -> list[CorpusTask]:
     """Set tasks aside for validation and for the test: those of whole networks, where there are enough.
 
-    What is held out depends on names alone, so a second run, which may start from the weights of the first,
-    holds out the same.
+    What is held out depends on names alone, so a second run over the same tasks, which may start from the
+    weights of the first, holds out the same.
     """
     networks = {network for task in tasks for network in task.networks}
     if len(networks) >= ENOUGH_NETWORKS:

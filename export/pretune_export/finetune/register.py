@@ -86,6 +86,15 @@ def register(weights: Path, name: str) -> Path:
     return home / name
 
 
+def withdraw(registered: Path, weights: Path) -> str:
+    """Remove registered weights that turned out to be no better, unless others took their place; says so."""
+    networks = [folder / "model.safetensors" for folder in (registered, weights)]
+    if not networks[0].exists() or networks[0].read_bytes() != networks[1].read_bytes():
+        return f"{registered} holds other weights by now, and stays"
+    shutil.rmtree(registered)
+    return f"{registered} was kept before, and is removed: pretune tune uses other weights again"
+
+
 def used_by(registered: Path, hardware: Hardware, options: Sequence[str]) -> str:
     """Which ``pretune tune`` uses registered weights from now on.
 

@@ -207,10 +207,15 @@ def kind_of(task: CorpusTask) -> str:
 
 
 def pick(tasks: Iterable[CorpusTask], limit: int) -> list[CorpusTask]:
-    """At most `limit` tasks, in turn from each kind, those of a kind spread evenly over their size."""
-    kinds: dict[str, list[CorpusTask]] = {}
+    """At most `limit` tasks, in turn from each kind, those of a kind spread evenly over their size.
+
+    Kinds that work most come first: where there are more of them than `limit`, the others give none.
+    """
+    members_of: dict[str, list[CorpusTask]] = {}
     for task in sorted(tasks, key=lambda task: (task.flops, task.id)):
-        kinds.setdefault(kind_of(task), []).append(task)
+        members_of.setdefault(kind_of(task), []).append(task)
+    work = {kind: sum(task.flops for task in members) for kind, members in members_of.items()}
+    kinds = {kind: members_of[kind] for kind in sorted(members_of, key=lambda kind: -work[kind])}
     share = dict.fromkeys(kinds, 0)
     left = min(limit, sum(map(len, kinds.values())))
     while left:

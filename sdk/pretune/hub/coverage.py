@@ -35,6 +35,8 @@ class Verdict:
         First what decided, then what differs from where the weights were measured.
     level : int
         Among those of one coverage, the highest comes first.
+    same_cores : bool
+        Whether a machine alike of as many cores measured; those come first among equals.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Verdict:
     coverage: Coverage
     reasons: tuple[str, ...]
     level: int = 0
+    same_cores: bool = False
 
     @property
     def described(self) -> str:
@@ -50,9 +53,9 @@ class Verdict:
         return reason if reason.startswith(self.coverage) else f"{self.coverage}: {reason}"
 
     @property
-    def preference(self) -> tuple[int, bool, int]:
+    def preference(self) -> tuple[int, bool, int, bool]:
         """Sorts verdicts, the best first."""
-        return COVERAGES.index(self.coverage), not self.accepted, -self.level
+        return COVERAGES.index(self.coverage), not self.accepted, -self.level, not self.same_cores
 
 
 def judge(hardware: Hardware, config: Config, software: Software) -> Verdict:
@@ -99,7 +102,9 @@ def judge_hardware(
     here = hardware.model_name if gpu else hardware.microarch
     alike = [m for m in measured_on if (m.cpu if gpu else m.microarch) == here]
     if alike:
-        return Verdict(name, True, "measured", (f"measured on {here}", *_remarks(hardware, alike)), level)
+        reasons = (f"measured on {here}", *_remarks(hardware, alike))
+        same_cores = any(m.cores == hardware.cores for m in alike)
+        return Verdict(name, True, "measured", reasons, level, same_cores)
     if gpu:
         decided = f"same architecture {covers.arch}"
     elif not covers.isa_level:

@@ -27,7 +27,7 @@ def open_pool(
     run_timeout: float = 10.0,
     patience: float | None = None,
 ) -> Pool:
-    """A pool on this machine, or on the farm at `rpc`; see `MeasurePool` and `FarmPool`."""
+    """A `MeasurePool` on this machine, or a `FarmPool`, which has no patience, of the farm at `rpc`."""
     if rpc is None:
         return MeasurePool(target, build_timeout=build_timeout, run_timeout=run_timeout, patience=patience)
     return FarmPool(target, rpc, build_timeout=build_timeout, run_timeout=run_timeout)

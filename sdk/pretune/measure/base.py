@@ -11,7 +11,7 @@ import numpy as np
 
 from pretune.errors import MeasureError
 from pretune.measure import check, worker
-from pretune.measure.process import Answer, Job, Late
+from pretune.measure.process import Answer, Died, Job, Late
 from pretune.measure.result import ErrorKind, Measured
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ SLOW_FACTOR = 4.0
 """A candidate this many times slower than the best known one is not timed any further."""
 
 MAX_WORKERS = 16
+
+TURN_TIMEOUT_S = 60.0
+"""Seconds that a finalist may take for a turn."""
 
 OnResult = Callable[[int, Measured], None]
 Request = Callable[[Job], worker.Time]
@@ -117,12 +120,14 @@ class Pool(abc.ABC):
     def interleave(self, candidates: Sequence[tvm.IRModule | str], *, rounds: int = 5) -> list[Measured]:
         """Time finalists in turns (A B C A B C ...), so that a drifting machine treats them alike.
 
-        All run in one process, on the same arrays.
+        All run in one process, on the same arrays. A turn may take `TURN_TIMEOUT_S`: all have run before, and
+        slow ones are called several times.
 
         Returns
         -------
         list of Measured
-            In the order of `candidates`, one latency for each round.
+            In the order of `candidates`, one latency for each round; fewer rounds where a session with a
+            device is too short for all.
         """
 
     @abc.abstractmethod
@@ -231,6 +236,14 @@ STAGE: dict[ErrorKind, str] = {
     "crash": "run",
 }
 """What a candidate was about when it failed."""
+
+
+def not_built(answer: worker.Failed | Died | Late) -> Measured:
+    """The result of a candidate that did not build."""
+    kind: ErrorKind = "build" if isinstance(answer, worker.Failed) else "crash"
+    if isinstance(answer, Late):
+        kind = "build-timeout"
+    return Measured(build_s=answer.seconds, error_kind=kind, error=answer.error)
 
 
 def timed(answer: Answer, build_s: float) -> Measured:

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from pretune import env
-from pretune.errors import EnvironmentFaultError, MeasureError, one_line
+from pretune.errors import EnvironmentFaultError, MeasureError, OptionError, one_line
 from pretune.measure import base, remote, worker
-from pretune.measure.base import MAX_WORKERS, Pool, timed
+from pretune.measure.base import MAX_WORKERS, TURN_TIMEOUT_S, Pool, not_built, timed
 from pretune.measure.fleet import SESSION_S, STALL_S, TOLERANCE, WAIT_S, Device, Fleet, Session, Trial
-from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess
-from pretune.measure.result import ErrorKind, Measured
+from pretune.measure.process import START_TIMEOUT, Answer, Died, Job, Late, WorkerProcess
+from pretune.measure.result import Measured
 from pretune.measure.tracker import RPCAddress
 from pretune.messages import notice
 
@@ -91,6 +91,11 @@ class FarmPool(Pool):
         import tvm
 
         super().__init__()
+        if run_timeout > SESSION_S - STALL_S:
+            raise OptionError(
+                f"run_timeout {run_timeout:g} s is longer than a session with a device; give "
+                f"{SESSION_S - STALL_S:g} or less"
+            )
         made = tvm.target.Target(target)
         attrs: Any = made.attrs
         self.size = workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
@@ -128,7 +133,7 @@ class FarmPool(Pool):
         turns: dict[int, Measured] = {}
         with self._stop_on_error():
             self._prepare()
-            failed = self._build(trials)
+            failed = self._build(trials, self.build_timeout)
             while todo := [t for t in trials if t.job.index not in failed and t.job.index not in turns]:
                 session = self._fleet.ready(SESSION_S / 2)[0]  # all turns are of one
                 turns |= self._take_turns(session, todo, rounds, failed)
@@ -168,11 +173,11 @@ class FarmPool(Pool):
         with self._stop_on_error():
             self._prepare()
             while left:
-                self._feed(to_build, self._batch - len(ready))
+                self._feed(to_build, self._batch - len(ready), self.build_timeout)
                 for session in self._fleet.idle(self._longest()):
                     if trial := self._pick(ready, session):
                         ready.remove(trial)
-                        if not self._start(session, trial, request(trial.job)):
+                        if not self._start(session, trial, request(trial.job), self.run_timeout):
                             ready.appendleft(trial)
                 for one, answer in self._fleet.answers(left):
                     trial = self._fleet.doing.pop(one)
@@ -189,19 +194,19 @@ class FarmPool(Pool):
                     left -= 1
                     finish(trial.job, result, answer)
 
-    def _build(self, trials: Sequence[Trial]) -> dict[int, Measured]:
-        """Build candidates only; those that fail, by `Job.index`."""
+    def _build(self, trials: Sequence[Trial], seconds: float) -> dict[int, Measured]:
+        """Build candidates only, each within so many seconds; those that fail, by `Job.index`."""
         queue, failed = deque(trials), dict[int, Measured]()
         while queue or self._fleet.doing:
-            self._feed(queue, len(trials))
+            self._feed(queue, len(trials), seconds)
             for one, answer in self._fleet.answers(0):
                 trial = self._fleet.doing.pop(one)
                 if (result := self._was_built(trial, answer)) is not None:
                     failed[trial.job.index] = result
         return failed
 
-    def _feed(self, queue: deque[Trial], room: int) -> None:
-        """Have idle workers build what is in a queue, `room` of it at once."""
+    def _feed(self, queue: deque[Trial], room: int, seconds: float) -> None:
+        """Have idle workers build what is in a queue, `room` of it at once, each within so many seconds."""
         builders = [one for one in self._fleet.processes if not isinstance(one, Session)]
         building = sum(one in self._fleet.doing for one in builders)
         while len(builders) < min(self.size, building + len(queue)):
@@ -211,7 +216,7 @@ class FarmPool(Pool):
             if queue and building < room and not one.busy:
                 trial = queue.popleft()
                 build = worker.Export(trial.job.index, trial.job.text, str(trial.path))
-                if self._fleet.send(one, trial, build, self.build_timeout):
+                if self._fleet.send(one, trial, build, seconds):
                     building += 1
                 else:
                     queue.appendleft(trial)
@@ -224,21 +229,22 @@ class FarmPool(Pool):
         return next((t for t in ready if here not in t.lost_on or devices <= {*t.lost_on}), None)
 
     def _start(
-        self, session: Session, trial: Trial, request: worker.Time | worker.Outputs | worker.Repeat
+        self,
+        session: Session,
+        trial: Trial,
+        request: worker.Time | worker.Outputs | worker.Repeat,
+        seconds: float,
     ) -> bool:
-        trial.seconds = self.run_timeout
-        message = remote.OnDevice(str(trial.path), trial.signature, trial.seconds, request)
-        return self._fleet.send(session, trial, message, self._longest())
+        trial.seconds = seconds
+        message = remote.OnDevice(str(trial.path), trial.signature, seconds, request)
+        return self._fleet.send(session, trial, message, seconds + STALL_S)
 
     def _was_built(self, trial: Trial, answer: Answer) -> Measured | None:
         """None if it was; else how it failed."""
         if isinstance(answer, worker.Done):
             trial.signature, trial.build_s = answer.signature, answer.seconds
             return None
-        kind: ErrorKind = "build" if isinstance(answer, worker.Failed) else "crash"
-        if isinstance(answer, Late):
-            kind = "build-timeout"
-        return Measured(build_s=answer.seconds, error_kind=kind, error=answer.error)
+        return not_built(answer)
 
     def _judge(self, session: Session, trial: Trial, answer: Answer) -> Measured | None:
         """The result of a candidate that was run; None if it is to run again, since its device was lost."""
@@ -279,12 +285,17 @@ class FarmPool(Pool):
         times: dict[int, list[float]] = {trial.job.index: [] for trial in trials}
         numbers = dict.fromkeys(times, 0)
         run_s = dict.fromkeys(times, 0.0)
-        for _ in range(rounds):
+        seconds = max(self.run_timeout, TURN_TIMEOUT_S)
+        begun = time.monotonic()
+        for turn in range(rounds):
+            now = time.monotonic()
+            if turn and now + (now - begun) / turn > session.began + SESSION_S:
+                break  # the session would end in the middle of it
             for trial in trials:
                 index = trial.job.index
                 if index in failed:
                     continue
-                if not self._start(session, trial, worker.Repeat(index, numbers[index])):
+                if not self._start(session, trial, worker.Repeat(index, numbers[index]), seconds):
                     return {}
                 answer = self._fleet.wait_for(session)
                 if isinstance(answer, worker.Done):
@@ -313,7 +324,7 @@ class FarmPool(Pool):
         if self._fleet.kernel is not None:
             return
         kernel = self._trial(self._job(worker.matmul(worker.CALIBRATION)))
-        if failed := self._build([kernel]):
+        if failed := self._build([kernel], START_TIMEOUT):  # beside it, a search is impatient
             error = failed[kernel.job.index].error
             raise MeasureError(f"the calibration kernel does not build for the target: {error}")
         self._fleet.kernel = kernel

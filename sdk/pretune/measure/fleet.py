@@ -250,9 +250,9 @@ class Fleet:
             # to others: a server that is taken in vain is free again only after some seconds.
             known = [one.device for one in held if one.device]
             known += [device for device in self.devices.values() if now < device.away_until]
-            free = min(free, len({*servers} - {device.address for device in known}))
+            free = min(free, lacking, len({*servers} - {device.address for device in known}))
             spare = [one for one in sessions if one.device is None]
-            for _ in range(min(free, lacking) - len(spare)):
+            for _ in range(free - len(spare)):
                 self.processes.append(Session(self._target, self._num_threads))
             for one in [one for one in spare if not one.busy][:free]:
                 self._open(one)

@@ -16,9 +16,9 @@ import numpy as np
 from pretune import env
 from pretune.errors import MeasureError
 from pretune.measure import worker
-from pretune.measure.base import MAX_WORKERS, Finish, Pool, Request, timed
+from pretune.measure.base import MAX_WORKERS, TURN_TIMEOUT_S, Finish, Pool, Request, not_built, timed
 from pretune.measure.process import Answer, Died, Job, Late, WorkerProcess, kill_all, wait_any
-from pretune.measure.result import ErrorKind, Measured
+from pretune.measure.result import Measured
 
 if TYPE_CHECKING:
     import tvm
@@ -122,7 +122,7 @@ class MeasurePool(Pool):
                 lost = [job for job in batch if job.index not in finished]
                 pending.extendleft(reversed(lost))
                 # Where many candidates kill their workers, build fewer at once: fewer are built twice.
-                room = max(self.size, room // 4) if lost else min(self.batch, room * 2)
+                room = max(min(self.size, self.batch), room // 4) if lost else min(self.batch, room * 2)
 
     def interleave(self, candidates: Sequence[tvm.IRModule | str], *, rounds: int = 5) -> list[Measured]:
         jobs = [self._job(candidate) for candidate in candidates]
@@ -131,6 +131,7 @@ class MeasurePool(Pool):
         numbers = dict.fromkeys(times, 0)
         build_s = dict.fromkeys(times, 0.0)
         run_s = dict.fromkeys(times, 0.0)
+        limit = max(self.run_timeout, TURN_TIMEOUT_S)
 
         def fail(job: Job, result: Measured) -> None:
             failed[job.index] = result
@@ -140,7 +141,7 @@ class MeasurePool(Pool):
                 index = job.index
                 if index in failed or len(times[index]) > turn:
                     continue
-                answer = self._call(one, worker.Repeat(index, numbers[index]), self.run_timeout)
+                answer = self._call(one, worker.Repeat(index, numbers[index]), limit)
                 if answer is None:
                     return False
                 build_s[index] = seconds
@@ -210,10 +211,7 @@ class MeasurePool(Pool):
                 if isinstance(answer, worker.Done):
                     one.built[job.index] = (job, answer.seconds)
                 else:
-                    kind: ErrorKind = "build" if isinstance(answer, worker.Failed) else "crash"
-                    if isinstance(answer, Late):
-                        kind = "build-timeout"
-                    finish(job, Measured(build_s=answer.seconds, error_kind=kind, error=answer.error))
+                    finish(job, not_built(answer))
 
     def _outputs(
         self, job: Job, seed: int, signed: bool, want: tuple[int, ...]

@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -50,7 +51,7 @@ TURN = 0.2
 """Share of a measurement's patience that one repeat has which is timed in turns with others: it is one of
 several, of which the fastest counts."""
 CHECK_S = 0.002
-"""Pause between two looks whether it is."""
+"""Pause between two looks whether the machine is quiet, in seconds."""
 _SIGNATURES_KEPT = 4
 _PR_SET_PDEATHSIG = 1
 
@@ -231,22 +232,25 @@ class Gate:
         trusted: list[float] = []
         doubtful: list[float] = []
         left = min(self._saved, SAVED_S) + share * self._patience
-        start = time.perf_counter()
         waited = 0.0
         ready = self.is_open()
         while len(trusted) < count:
-            late = waited >= left
+            began = time.perf_counter()
+            late, before = waited >= left, ready
             if ready or late:
-                result, before = run(), ready
+                result = run()
                 ready = self.is_open()
-                (trusted if before and ready else doubtful).append(result)
+                if before and ready:
+                    trusted.append(result)
+                    continue
+                doubtful.append(result)
                 if late and len(trusted) + len(doubtful) >= count:
                     self._best *= 1 + FORGET * waited  # or one lucky moment would have all wait, for good
                     break
             else:
                 time.sleep(CHECK_S)
                 ready = self.is_open()
-                waited = time.perf_counter() - start
+            waited += time.perf_counter() - began
         self._saved = max(0.0, left - waited)
         return tuple(trusted or sorted(doubtful)[:count])
 
@@ -384,7 +388,9 @@ class Worker:
                 return Done()
             case Export():
                 executable, signature = compiled(request.mod, self.target)
-                executable.export_library(request.path)
+                # In the pool's folder, which goes even if this process is killed meanwhile.
+                with tempfile.TemporaryDirectory(dir=Path(request.path).parent) as folder:
+                    executable.export_library(request.path, workspace_dir=folder)
                 return Done(signature=signature)
             case Time():
                 built = self.built.pop(request.index)
