@@ -149,7 +149,7 @@ def test_only_better_weights_are_registered_and_then_used(finished, monkeypatch,
     from pretune_export.finetune.register import register, used_by
 
     result, _seen = finished
-    assert result.kept == (result.registered is not None and result.registered.is_dir())
+    assert not result.kept and result.registered is None  # with one held-out task, and no search
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     hardware = hardware_for_target(TARGET, detect())
     assert find_weights(hardware).config.name == "cpu-x86-64-v2"
@@ -173,6 +173,8 @@ def test_a_finished_run_is_not_done_again(killed, finished, programs, weights):
     assert again == result
     with pytest.raises(pretune.errors.OptionError, match="trials: 48"):
         pretune.finetune(**options(programs, out, weights) | {"trials": 47})
+    with pytest.raises(pretune.errors.OptionError, match="seed: 0"):  # and what was made stays
+        pretune.finetune(**options(programs, out, weights) | {"trials": 64}, seed=1)
     with pytest.raises(pretune.errors.OptionError, match=r"shapes: \{\}"):
         pretune.finetune(**options(programs, out, weights), shapes={"x": (1, 3)})
     with pytest.raises(pretune.errors.OptionError, match="farm: False"):
@@ -185,20 +187,26 @@ def test_a_finished_run_is_not_done_again(killed, finished, programs, weights):
 
 
 def test_a_larger_budget_goes_on_from_what_was_measured(
-    killed, finished, programs, weights, tmp_path, any_drift
+    killed, finished, programs, weights, tmp_path, any_drift, monkeypatch
 ):
+    """What was kept before is withdrawn until the new weights are judged."""
     import pretune
-    from pretune_export.finetune import plan
+    from pretune_export.finetune import loop, plan
 
     source, _before = killed
     out = tmp_path / "out"
     shutil.copytree(source, out)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(plan.FINE_TUNING, "epochs", 1)
-        patch.setitem(plan.FINE_TUNING, "least_steps", 0)
-        patch.setitem(plan.FINE_TUNING, "candidates_with_states", 2)
-        more = options(programs, out, weights) | {"trials": TRIALS + 6}
-        result = pretune.finetune(**more, search=False)
+    (out / "result.json").unlink()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    for name, value in {"epochs": 1, "least_steps": 0, "candidates_with_states": 2}.items():
+        monkeypatch.setitem(plan.FINE_TUNING, name, value)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "better", lambda *_: (True, "they are said to be"))
+        kept = pretune.finetune(**options(programs, out, weights), search=False)
+    assert kept.kept and kept.registered.is_dir() and kept.used_by
+    more = options(programs, out, weights) | {"trials": TRIALS + 6}
+    result = pretune.finetune(**more, search=False)
+    assert not result.kept and not kept.registered.exists()
     assert result.schedules == len({key(row) for row in rows(out)}) == len(rows(out)) == TRIALS + 6
     assert rows(out)[:TRIALS] == rows(source)
 

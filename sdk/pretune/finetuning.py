@@ -305,7 +305,7 @@ def progress_text(progress: FineTuneProgress) -> str:
     if progress.text:
         parts.append(progress.text)
     if math.isfinite(progress.seconds_left):
-        minutes, seconds = divmod(round(progress.seconds_left), 60)
+        minutes, seconds = divmod(max(0, round(progress.seconds_left)), 60)
         parts.append(f"{minutes}:{seconds:02d} left")
     return "  ".join(parts)
 

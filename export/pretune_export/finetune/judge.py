@@ -42,7 +42,7 @@ SLOWER = 0.95
 Two searches with the same weights differ by as much."""
 
 FEW = 4
-"""Held-out tasks that are too few for their ranking to decide alone."""
+"""Fewer held-out tasks than these are too few for their ranking to decide alone."""
 
 
 def rank_held_out(config: TrainConfig, run: Path, base: Path) -> dict[str, Any]:
@@ -169,13 +169,13 @@ def _search(
 def better(rankings: dict[str, Any], search: dict[str, Any] | None) -> tuple[bool, str]:
     """Whether the new weights are better than the base, and why.
 
-    They must rank the held-out tasks better by more than the standard error of the difference.
+    They must rank the held-out tasks better by more than the standard error of the difference; or where these
+    are `FEW`, a short search must have found faster schedules too.
     """
     before, after = (rankings[name]["mean"] for name in ("before", "after"))
     rows = (rankings[name]["test"]["rows"] for name in ("after", "before"))
     gains = np.array([merit(new) - merit(old) for new, old in zip(*rows, strict=True)])
     count = len(gains)
-    noise = float(gains.std(ddof=1)) / math.sqrt(count) if count > 1 else math.inf
     change = ", ".join(
         f"{label} {before[key]:.3f} -> {after[key]:.3f}"
         for key, label in (("top1", "top-1"), ("top5", "top-5"), ("spearman", "Spearman"))
@@ -183,9 +183,10 @@ def better(rankings: dict[str, Any], search: dict[str, Any] | None) -> tuple[boo
     text = f"on {count} held-out tasks: {change}"
     if gains.mean() <= 0:
         return False, f"they do not rank better {text}"
-    if count < FEW and not (search is not None and search["base"] > 1):
-        return False, f"they rank better {text}; but so few tell little, and no search found faster schedules"
-    if count >= FEW and gains.mean() <= noise:
+    if count < FEW:
+        if search is None or search["base"] <= 1:
+            return False, f"they rank better {text}; so few tell little, and no search found faster schedules"
+    elif gains.mean() <= gains.std(ddof=1) / math.sqrt(count):
         return False, f"they rank better by less than chance may give {text}"
     if search is not None and search["base"] < SLOWER:
         slower = f"latency with the base {search['base']:.2f} of theirs"

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import resource
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pretune import env
 from pretune.bench.common import Bench
 from pretune.compat import setup_tvm
-from pretune.errors import EnvironmentFaultError, MeasureError, PretuneError
+from pretune.errors import EnvironmentFaultError, MeasureError, OptionError, PretuneError
 from pretune.finetuning import FineTuneProgress, FineTuneResult
 from pretune.hardware import Hardware, detect, hardware_for_target, make_target
 from pretune.hardware.target import check_runs_here
@@ -35,7 +36,7 @@ from pretune_export.finetune.measure import Budget, Measurer
 from pretune_export.finetune.plan import MEASURE, TRAIN, Plan, Settings, fine_tuning, make_plan
 from pretune_export.finetune.register import export, finish, name_of, register, used_by, withdraw
 from pretune_export.networks import CorpusTask
-from pretune_export.train import ENOUGH, train
+from pretune_export.train import ENOUGH, run_key, train
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -265,12 +266,14 @@ class _Run:
             tasks = [task for task in self.tasks if task.split in splits]
             known = {task.id for task in tasks}
             own = [row for row in rows if row["task"] in known]
-            measured = Counter(row["task"] for row in own if row["ok"])
+            measured = Counter(row["task"] for row in own)
+            ran = Counter(row["task"] for row in own if row["ok"])
             for split in splits:
-                if not any(measured[task.id] >= ENOUGH for task in tasks if task.split == split):
-                    raise MeasureError(
+                mine = [task.id for task in tasks if task.split == split]
+                if not any(measured[task] >= ENOUGH and ran[task] > 1 for task in mine):
+                    raise OptionError(
                         f"no {split} task has {ENOUGH} measured schedules; the same command with a larger "
-                        "budget measures more, and none again"
+                        "--trials or --budget goes on from what was measured"
                     )
             write_parquet(self.out / folder, tasks, spaces, own, described)
 
@@ -285,9 +288,10 @@ class _Run:
 
     def _train(self, config: TrainConfig) -> None:
         """Train, once: were it to go on after time was up, what was exported would not be its best."""
-        done = self.training / "done.json"
-        if done.exists():
+        done, key = self.training / "done.json", run_key(config)
+        if done.exists() and json.loads(done.read_bytes()).get("key") == key:
             return
+        shutil.rmtree(self.weights, ignore_errors=True)  # of another pretune, which trained otherwise
         deadline = self._left(TRAIN, "training")
         self.report(FineTuneProgress("training", text="reading what was measured"))
         now = best = -1.0
@@ -314,7 +318,7 @@ class _Run:
                 deadline=deadline,
                 on_epoch=on_epoch,
             )
-        write_atomic(done, found)
+        write_atomic(done, {**found, "key": key})
 
     def _rank(self, config: TrainConfig) -> dict[str, Any]:
         self.report(FineTuneProgress("judging", text="ranking the held-out tasks"))

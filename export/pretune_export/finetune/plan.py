@@ -22,6 +22,7 @@ from pretune.model.weights import installed_software, misfits, shipped_folder
 from pretune.records.folder import write_atomic
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import read_tasks
+from pretune_export.finetune.register import withdraw
 from pretune_export.networks import CorpusTask, load_corpus
 from pretune_export.networks.corpus import corpus_task, join, pick, write_corpus
 
@@ -162,10 +163,9 @@ def make_plan(
     file, tasks_file = folder / "plan.json", folder / "tasks.jsonl.gz"
     if file.exists():
         plan = msgspec.json.decode(file.read_bytes(), type=Plan)
-        if plan.settings.less_than(settings):
-            plan = _with_more(folder, plan, settings)
-            write_atomic(file, msgspec.to_builtins(plan))
-            say("the budget is larger than before: more schedules of the same tasks are measured")
+        more = plan.settings.less_than(settings)
+        budget = {"trials": settings.trials, "seconds": settings.seconds} if more else {}
+        plan = msgspec.structs.replace(plan, settings=msgspec.structs.replace(plan.settings, **budget))
         different = _differences(plan.settings, settings)
         if not different:
             loaded = load_tasks(programs, target, settings.shapes)
@@ -176,6 +176,10 @@ def make_plan(
                 f"{folder} holds a run with other settings ({', '.join(different)}); "
                 "give the same to resume it, or another folder with --out"
             )
+        if more:
+            say("the budget is larger than before: more schedules of the same tasks are measured")
+            _forget(folder, say)
+            write_atomic(file, msgspec.to_builtins(plan))
         return plan, list(load_corpus(tasks_file))
     base = choose_base(hardware, settings.base)
     say(f"starting from {base.weights.config.name} ({base.why})")
@@ -197,14 +201,19 @@ def make_plan(
     return plan, list(load_corpus(tasks_file))
 
 
-def _with_more(folder: Path, plan: Plan, settings: Settings) -> Plan:
-    """Have a run go on with a larger budget: what came of the measurements so far is made anew."""
+def _forget(folder: Path, say: Callable[[str], None]) -> None:
+    """Remove what came of the measurements so far: it is made anew of these and of more."""
+    result = folder / "result.json"
+    if result.exists() and (registered := json.loads(result.read_bytes()).get("registered")):
+        say(withdraw(Path(registered), folder / "weights"))
+    clock = folder / "clock.json"
+    if clock.exists():
+        spent = json.loads(clock.read_bytes())
+        write_atomic(clock, {phase: spent[phase] for phase in spent if phase == "measuring"})
     for name in ("result.json", "measured.json", "collected/done.jsonl"):
         (folder / name).unlink(missing_ok=True)
     for name in ("training", "weights", "search"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    budget = {"trials": settings.trials, "seconds": settings.seconds}
-    return msgspec.structs.replace(plan, settings=msgspec.structs.replace(plan.settings, **budget))
 
 
 def fine_tuning(base: Path, **about: Any) -> TrainConfig:

@@ -88,8 +88,10 @@ def register(weights: Path, name: str) -> Path:
 
 def withdraw(registered: Path, weights: Path) -> str:
     """Remove registered weights that turned out to be no better, unless others took their place; says so."""
-    networks = [folder / "model.safetensors" for folder in (registered, weights)]
-    if not networks[0].exists() or networks[0].read_bytes() != networks[1].read_bytes():
+    here, ours = (folder / "model.safetensors" for folder in (registered, weights))
+    if not here.exists():
+        return f"{registered} was kept before, and is gone already"
+    if not ours.exists() or here.read_bytes() != ours.read_bytes():
         return f"{registered} holds other weights by now, and stays"
     shutil.rmtree(registered)
     return f"{registered} was kept before, and is removed: pretune tune uses other weights again"

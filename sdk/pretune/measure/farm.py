@@ -18,7 +18,17 @@ from pretune import env
 from pretune.errors import EnvironmentFaultError, MeasureError, OptionError, one_line
 from pretune.measure import base, remote, worker
 from pretune.measure.base import MAX_WORKERS, TURN_TIMEOUT_S, Pool, not_built, timed
-from pretune.measure.fleet import SESSION_S, STALL_S, TOLERANCE, WAIT_S, Device, Fleet, Session, Trial
+from pretune.measure.fleet import (
+    OPEN_S,
+    SESSION_S,
+    STALL_S,
+    TOLERANCE,
+    WAIT_S,
+    Device,
+    Fleet,
+    Session,
+    Trial,
+)
 from pretune.measure.process import START_TIMEOUT, Answer, Died, Job, Late, WorkerProcess
 from pretune.measure.result import Measured
 from pretune.measure.tracker import RPCAddress
@@ -34,6 +44,10 @@ MAX_KILLS, MAX_LOST = 2, 4
 
 Request = Callable[[Job], worker.Time | worker.Outputs]
 Finish = Callable[[Job, Measured, Answer], None]
+
+
+MOST_RUN_S = SESSION_S - STALL_S - 2 * OPEN_S
+"""Seconds that a candidate may run for at most, in a session that has just been opened and calibrated."""
 
 
 class FarmPool(Pool):
@@ -91,10 +105,10 @@ class FarmPool(Pool):
         import tvm
 
         super().__init__()
-        if run_timeout > SESSION_S - STALL_S:
+        if run_timeout > MOST_RUN_S:
             raise OptionError(
-                f"run_timeout {run_timeout:g} s is longer than a session with a device; give "
-                f"{SESSION_S - STALL_S:g} or less"
+                f"run_timeout {run_timeout:g} s is longer than a session with a device allows; give "
+                f"{MOST_RUN_S:g} or less"
             )
         made = tvm.target.Target(target)
         attrs: Any = made.attrs

@@ -66,7 +66,7 @@ class CalibrateDevice(Request, frozen=True):
 
 
 class RemoteBuilt(Built):
-    """A compiled candidate on the other side of a session. Every call is timed there."""
+    """A compiled candidate on the other side of a session. Every call that counts is timed there."""
 
     def __init__(self, session: Any, path: str, signature: Signature, device: Any) -> None:
         name = Path(path).name
@@ -90,7 +90,7 @@ class RemoteBuilt(Built):
         if warm > max(limit, FLOOR_S):
             return Done(latencies=(warm,), stopped_early=True, number=1)
         if warm > ABSOLUTE_LIMIT_S:
-            repeats = min(REPEATS - 1, math.floor(SPEND_S / warm) - 3)  # two were made, one does not count
+            repeats = min(REPEATS - 1, math.floor(SPEND_S / warm) - 4)  # three were made, one does not count
             more = self.evaluate(args, 1, repeats) if repeats > 0 else ()
             return Done(latencies=(warm, *more), number=1)
         number = max(1, round(REPEAT_S / warm))

@@ -1,11 +1,13 @@
 """Correct the ranker on the task at hand from the trials measured so far, without torch.
 
-A Gaussian process with the ranker's score as prior mean (its slope fitted) and a Matern kernel of degree 3/2
-over what describes a candidate: the ranker's embedding and the summary of its actions. See Rasmussen and
-Williams, "Gaussian Processes for Machine Learning", 2006, chapters 2 and 5.
+A Gaussian process with the ranker's score as prior mean (its slope fitted) and a Matérn kernel over what
+describes a candidate: the ranker's embedding and the summary of its actions. See Rasmussen and Williams,
+"Gaussian Processes for Machine Learning", 2006, chapters 2, 4 and 5.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.linalg import LinAlgError
@@ -25,6 +27,19 @@ _SLOPE, _SLOPE_PRECISION = 0.8, 30.0
 """Prior of the score's slope: the ranker is trained such that its scores have the scale of log latency."""
 
 
+class _Fit(NamedTuple):
+    """The process with the most likely hyperparameters: trials, their scaling, and what solves for means."""
+
+    x: np.ndarray
+    centre: np.ndarray
+    scale: np.ndarray
+    beta: np.ndarray
+    length: float
+    signal: float
+    chol: np.ndarray
+    alpha: np.ndarray
+
+
 class Posterior:
     """Predicts the negative log latency of candidates of one task.
 
@@ -42,7 +57,7 @@ class Posterior:
         self._score = np.zeros(0)
         self._x = np.zeros((0, 0))
         self._latency = np.zeros(0)
-        self._fit: tuple | None = None
+        self._fit: _Fit | None = None
 
     def update(self, score: np.ndarray, embedding: np.ndarray, latency: np.ndarray) -> None:
         """Add trials.
@@ -68,7 +83,7 @@ class Posterior:
             return score.astype(np.float64), np.zeros(len(score))
         mean, v, _x = self._conditioned(score, embedding)
         # |chol^-1 k|^2, solved for all candidates at once.
-        deviation = np.sqrt(np.maximum(self._fitted[5] ** 2 - np.einsum("ij,ij->j", v, v), 1e-9))
+        deviation = np.sqrt(np.maximum(self._fitted.signal**2 - np.einsum("ij,ij->j", v, v), 1e-9))
         return mean, deviation
 
     def joint(self, score: np.ndarray, embedding: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -78,15 +93,14 @@ class Posterior:
             x = (embedding - embedding.mean(0)) / scale
             return score.astype(np.float64), _kernel(x, x, *_PRIOR)
         mean, v, x = self._conditioned(score, embedding)
-        *_, length, signal, _chol, _alpha = self._fitted
-        return mean, _kernel(x, x, length, signal) - v.T @ v
+        return mean, _kernel(x, x, self._fitted.length, self._fitted.signal) - v.T @ v
 
     @property
     def _knows(self) -> bool:
         return bool(np.isfinite(self._latency).sum() > 1)
 
     @property
-    def _fitted(self) -> tuple:
+    def _fitted(self) -> _Fit:
         if self._fit is None:
             self._fit = self._fit_hyperparameters()
         return self._fit
@@ -95,12 +109,12 @@ class Posterior:
         self, score: np.ndarray, embedding: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Means, ``chol^-1 k`` ``[trials, n]``, and scaled features."""
-        kept, centre, scale, beta, length, signal, chol, alpha = self._fitted
-        x = (embedding - centre) / scale
-        k = _kernel(x, kept, length, signal)
-        return beta[0] + beta[1] * score + k @ alpha, np.linalg.solve(chol, k.T), x
+        fit = self._fitted
+        x = (embedding - fit.centre) / fit.scale
+        k = _kernel(x, fit.x, fit.length, fit.signal)
+        return fit.beta[0] + fit.beta[1] * score + k @ fit.alpha, np.linalg.solve(fit.chol, k.T), x
 
-    def _fit_hyperparameters(self) -> tuple:
+    def _fit_hyperparameters(self) -> _Fit:
         ran = np.isfinite(self._latency)
         y = np.empty(len(self._latency))
         y[ran] = -np.log(self._latency[ran])
@@ -119,7 +133,7 @@ class Posterior:
         )
         x = (x - centre) / scale
         design = np.stack([np.ones(len(y)), score], axis=1)
-        best_fit = None
+        best_fit, most = None, -np.inf
         for length in _LENGTHS:
             base = _kernel(x, x, length, 1.0)
             for signal in _SIGNALS:
@@ -140,12 +154,11 @@ class Posterior:
                         - np.log(np.diag(chol)).sum()
                         - 0.5 * _SLOPE_PRECISION * (beta[1] - _SLOPE) ** 2
                     )
-                    if best_fit is None or evidence > best_fit[0]:
+                    if evidence > most:
                         alpha = np.linalg.solve(chol.T, residual)
-                        best_fit = (evidence, beta, length, signal, chol, alpha)
+                        best_fit, most = _Fit(x, centre, scale, beta, length, signal, chol, alpha), evidence
         assert best_fit is not None  # noise on the diagonal makes at least one factorisation exist
-        _evidence, beta, length, signal, chol, alpha = best_fit
-        return x, centre, scale, beta, length, signal, chol, alpha
+        return best_fit
 
     def _kept(self, y: np.ndarray) -> np.ndarray:
         if len(y) <= MAX_POINTS:
@@ -156,7 +169,7 @@ class Posterior:
 
 
 def _kernel(a: np.ndarray, b: np.ndarray, length: float, signal: float) -> np.ndarray:
-    # Of degree 3/2, since latencies have cliffs. From half of the schedules of each of 223 validation
+    # Of smoothness 3/2, since latencies have cliffs. From half of the schedules of each of 223 validation
     # tasks it predicts the order of the others at a rank correlation of .769, a squared exponential
     # at .762; with each feature of the summary in units of its spread (`TaskSearch._feature_scale`), at .773.
     square = (a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2.0 * a @ b.T

@@ -33,6 +33,9 @@ EXPLORE = 0.5
 NOISE = 0.05
 """Of a measurement, in natural log of latency."""
 
+MOST_JOINT = 1024
+"""Candidates that a batch is chosen from, at most: their covariance has the square of so many numbers."""
+
 LOCAL = 0.25
 """Share of a batch, once trials exist, that is taken among the neighbours of the best of them."""
 
@@ -124,23 +127,24 @@ class TaskSearch:
         several = max(n, FEWEST)  # where one is wanted, TVM may refuse many before it
         order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * several)]
         order.sort(key=lambda item: -item[0])
-        del order[64 * several :]
+        del order[min(64 * several, MOST_JOINT) :]
         if not order:
             return
         bar = order[min(len(order), 8 * several) - 1][0]
         value = np.array([item[0] for item in order])
         mean, covariance = value, None
         if explore:
-            score = np.array([pools[k].score[i] for _value, k, i in order])
-            mean, covariance = self._posterior.joint(
-                score, np.stack([pools[k].features[i] for _, k, i in order])
-            )
+            scores = [p.score for p in out] + [pools[k].score[i] for _value, k, i in order]
+            described = [p.features for p in out] + [pools[k].features[i] for _value, k, i in order]
+            mean, covariance = self._posterior.joint(np.array(scores), np.stack(described))
+            for at in range(len(out)):
+                _condition(covariance, at)
+            mean, covariance = mean[len(out) :], covariance[len(out) :, len(out) :]
+            value = mean + explore * np.sqrt(np.maximum(covariance.diagonal(), 0.0))
         failures = 0
         below: list[tuple[float, Proposal]] = []
         left = np.ones(len(order), bool)
         while left.any() and len(out) < n and failures <= 20 * several:
-            if covariance is not None:
-                value = mean + explore * np.sqrt(np.maximum(covariance.diagonal(), 0.0))
             at = int(np.where(left, value, -np.inf).argmax())
             left[at] = False
             _value, k, i = order[at]
@@ -166,8 +170,8 @@ class TaskSearch:
             self._seen.add(candidate.shash)
             out.append(Proposal(candidate, row, score, features))
             if covariance is not None:
-                column = covariance[at] / np.sqrt(covariance[at, at] + NOISE**2)
-                covariance = covariance - np.outer(column, column)
+                _condition(covariance, at)
+                value = mean + explore * np.sqrt(np.maximum(covariance.diagonal(), 0.0))
         if below and not out:  # All that was ranked high came out as something else: then the best of that.
             proposal = max(below, key=lambda item: item[0])[1]
             self._seen.add(proposal.candidate.shash)
@@ -294,6 +298,12 @@ class TaskSearch:
     def _top(pool: _Pool, n: int) -> list[tuple[int, float]]:
         order = np.argsort(-pool.value, kind="stable")[:n]
         return [(int(i), float(pool.value[i])) for i in order]
+
+
+def _condition(covariance: np.ndarray, at: int) -> None:
+    """Take a candidate as measured, in place: the others are less uncertain as far as they are like it."""
+    column = covariance[at] / np.sqrt(covariance[at, at] + NOISE**2)
+    covariance -= np.outer(column, column)
 
 
 def _packed(rows: np.ndarray) -> np.ndarray:
