@@ -159,7 +159,8 @@ def finetune(
     out : str or Path
         Folder of the run. An earlier one there is resumed: nothing is measured twice.
     search : bool
-        Whether to compare short searches too: with the weights before and after, and MetaSchedule's.
+        Whether to compare short searches too: with the weights before and after, and MetaSchedule's. Without,
+        fewer than four held-out tasks are too few for new weights to be kept.
     seed : int
     rpc : RPCAddress, optional
         Measure on the devices of a farm, which `target` describes, in place of this machine.
@@ -255,7 +256,12 @@ def parse_duration(text: str | float) -> float:
 @click.option(
     "--out", metavar="DIR", default="pretune-finetuned", show_default=True, help="An earlier run is resumed."
 )
-@click.option("--search/--no-search", default=True, show_default=True, help="Compare short searches too.")
+@click.option(
+    "--search/--no-search",
+    default=True,
+    show_default=True,
+    help="Compare short searches too; without, fewer than 4 held-out tasks decide nothing.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all sampling.")
 @farm_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout, and nothing else there.")
