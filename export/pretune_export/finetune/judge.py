@@ -180,12 +180,14 @@ def better(rankings: dict[str, Any], search: dict[str, Any] | None) -> tuple[boo
         f"{label} {before[key]:.3f} -> {after[key]:.3f}"
         for key, label in (("top1", "top-1"), ("top5", "top-5"), ("spearman", "Spearman"))
     )
-    text = f"on {count} held-out tasks: {change}"
+    text = f"on {count} held-out task{'s' * (count > 1)}: {change}"
     if gains.mean() <= 0:
         return False, f"they do not rank better {text}"
     if count < FEW:
-        if search is None or search["base"] <= 1:
-            return False, f"they rank better {text}; so few tell little, and no search found faster schedules"
+        if search is None:
+            return False, f"they rank better {text}; but so few tell little without a search"
+        if search["base"] <= 1:
+            return False, f"they rank better {text}; but so few tell little, and searches were no faster"
     elif gains.mean() <= gains.std(ddof=1) / math.sqrt(count):
         return False, f"they rank better by less than chance may give {text}"
     if search is not None and search["base"] < SLOWER:

@@ -227,12 +227,12 @@ class _Run:
             self.report(FineTuneProgress("measuring", index, len(self.tasks), text, left))
 
         model = WorldModel(load_weights(self.base), env.num_threads() or self.machine.cores)
-        self.report(FineTuneProgress("measuring", 0, len(self.tasks)))
         with self._pool() as pool:
             # That a batch is measured again need not be told: `_write_datasets` counts what stays suspect.
             collector = Collector(
                 self.target, self.out / "collected", CollectOptions(), pool, say=lambda _text: None
             )
+            self.report(FineTuneProgress("measuring", len(collector.done), len(self.tasks)))
             measurer = Measurer(collector, model, self.hardware, self.plan.settings.seed, on_batch)
             count = measurer.run(self.tasks, Budget(trials, until))
         self.notices += measurer.failed
@@ -295,12 +295,15 @@ class _Run:
         deadline = self._left(TRAIN, "training")
         self.report(FineTuneProgress("training", text="reading what was measured"))
         now = best = -1.0
+        first: tuple[int, float] | None = None  # epochs of earlier runs, and when this one began
 
         def on_epoch(line: dict[str, Any]) -> None:
-            nonlocal now, best
+            nonlocal now, best, first
             self.clock.tick()
             epoch = line["epoch"]
-            left = min(line["seconds"] * (line["epochs"] - epoch), deadline - time.time())
+            first = first or (epoch - 1, time.time() - line["seconds"])
+            each = (time.time() - first[1]) / (epoch - first[0])
+            left = min(each * (line["epochs"] - epoch), deadline - time.time())
             text = f"loss {line['rank']:.3f}"
             if "validation_top1" in line:
                 now = line["validation_top1"]

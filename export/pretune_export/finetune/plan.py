@@ -177,18 +177,26 @@ def make_plan(
                 "give the same to resume it, or another folder with --out"
             )
         if more:
-            say("the budget is larger than before: more schedules of the same tasks are measured")
-            _forget(folder, say)
+            say(
+                "the budget is larger than before: more schedules of the same tasks are measured; "
+                f"what came of those so far is in {folder / 'earlier'}"
+            )
+            _put_away(folder, say)
             write_atomic(file, msgspec.to_builtins(plan))
         return plan, list(load_corpus(tasks_file))
+    if settings.expected < FEWEST_TASKS * SCHEDULES:
+        raise OptionError(
+            f"{settings.expected} schedules are too few to fine-tune on; give at least "
+            f"--trials {FEWEST_TASKS * SCHEDULES}, or a longer --budget"
+        )
+    loaded = load_tasks(programs, target, settings.shapes)
     base = choose_base(hardware, settings.base)
     say(f"starting from {base.weights.config.name} ({base.why})")
-    loaded = load_tasks(programs, target, settings.shapes)
     if loaded:
         tasks = split(limit(tasks_of_programs(loaded, target), settings, say))
     else:
         tasks = spread(dataset_tasks(base.weights.path), settings.expected)
-    check_tasks(tasks, settings)
+    check_tasks(tasks)
     copy = folder / "base"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(base.weights.path, copy)
@@ -201,8 +209,8 @@ def make_plan(
     return plan, list(load_corpus(tasks_file))
 
 
-def _forget(folder: Path, say: Callable[[str], None]) -> None:
-    """Remove what came of the measurements so far: it is made anew of these and of more."""
+def _put_away(folder: Path, say: Callable[[str], None]) -> None:
+    """Put away what came of the measurements so far: it is made anew of these and of more."""
     result = folder / "result.json"
     if result.exists() and (registered := json.loads(result.read_bytes()).get("registered")):
         say(withdraw(Path(registered), folder / "weights"))
@@ -210,9 +218,15 @@ def _forget(folder: Path, say: Callable[[str], None]) -> None:
     if clock.exists():
         spent = json.loads(clock.read_bytes())
         write_atomic(clock, {phase: spent[phase] for phase in spent if phase == "measuring"})
-    for name in ("result.json", "measured.json", "collected/done.jsonl"):
+    earlier = folder / "earlier"
+    shutil.rmtree(earlier, ignore_errors=True)
+    earlier.mkdir()
+    for name in ("result.json", "weights"):
+        if (folder / name).exists():
+            (folder / name).rename(earlier / name)
+    for name in ("measured.json", "collected/done.jsonl"):
         (folder / name).unlink(missing_ok=True)
-    for name in ("training", "weights", "search"):
+    for name in ("training", "search"):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -437,7 +451,7 @@ def in_turn(tasks: list[CorpusTask], seed: int) -> list[CorpusTask]:
     return sorted(tasks, key=lambda task: (place[task.id], task.id))
 
 
-def check_tasks(tasks: list[CorpusTask], settings: Settings) -> None:
+def check_tasks(tasks: list[CorpusTask]) -> None:
     """Check that there is something to train on, to choose by and to judge by.
 
     Raises
@@ -445,11 +459,6 @@ def check_tasks(tasks: list[CorpusTask], settings: Settings) -> None:
     OptionError
         If not.
     """
-    if settings.expected < FEWEST_TASKS * SCHEDULES:
-        raise OptionError(
-            f"{settings.expected} schedules are too few to fine-tune on; give at least "
-            f"--trials {FEWEST_TASKS * SCHEDULES}, or a longer --budget"
-        )
     if missing := [name for name in SPLITS if not any(task.split == name for task in tasks)]:
         raise OptionError(
             f"{len(tasks)} tasks to tune leave none for the {missing[0]} split, and at least {FEWEST_TASKS} "
