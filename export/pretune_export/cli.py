@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pretune import env
 from pretune.cli import _Commands as SDKCommands
 from pretune.errors import MissingExtraError, OptionError, PretuneError
 from pretune.options import farm_options
@@ -152,8 +151,7 @@ def collect(
         tasks = with_choice(tasks, made, min_space or 0, limit)
     propose = model_proposals(model, hardware) if model else None
     options = CollectOptions(random=random_, mutated=mutated, rounds=rounds, seed=seed, serial=serial)
-    patience = env.patience(PATIENCE_S)
-    with open_pool(made, rpc, build_timeout=8.0, run_timeout=8.0, patience=patience) as pool:
+    with open_pool(made, rpc, build_timeout=8.0, run_timeout=8.0, patience=PATIENCE_S) as pool:
         collector = Collector(made, out, options, pool, propose)
         click.echo(collector.run(tasks, time.time() + 60 * minutes))
 

@@ -169,8 +169,8 @@ def _search(
 def better(rankings: dict[str, Any], search: dict[str, Any] | None) -> tuple[bool, str]:
     """Whether the new weights are better than the base, and why.
 
-    They must rank the held-out tasks better by more than the standard error of the difference; or where these
-    are `FEW`, a short search must have found faster schedules too.
+    They must rank the held-out tasks better by more than the standard error of the difference. Of fewer than
+    `FEW`, any gain will do, but a short search must have found faster schedules too.
     """
     before, after = (rankings[name]["mean"] for name in ("before", "after"))
     rows = (rankings[name]["test"]["rows"] for name in ("after", "before"))

@@ -245,9 +245,8 @@ class _Run:
         return count
 
     def _pool(self) -> Pool:
-        patience = env.patience(PATIENCE_S)
         return open_pool(
-            self.target, self.rpc, build_timeout=BUILD_TIMEOUT, run_timeout=RUN_TIMEOUT, patience=patience
+            self.target, self.rpc, build_timeout=BUILD_TIMEOUT, run_timeout=RUN_TIMEOUT, patience=PATIENCE_S
         )
 
     def _write_datasets(self, collected: Path) -> None:

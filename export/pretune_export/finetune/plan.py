@@ -219,8 +219,9 @@ def _put_away(folder: Path, say: Callable[[str], None]) -> None:
         spent = json.loads(clock.read_bytes())
         write_atomic(clock, {phase: spent[phase] for phase in spent if phase == "measuring"})
     earlier = folder / "earlier"
-    shutil.rmtree(earlier, ignore_errors=True)
-    earlier.mkdir()
+    if result.exists():  # if not, what is there is of a run that was killed in here
+        shutil.rmtree(earlier, ignore_errors=True)
+    earlier.mkdir(exist_ok=True)
     for name in ("result.json", "weights"):
         if (folder / name).exists():
             (folder / name).rename(earlier / name)

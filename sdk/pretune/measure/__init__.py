@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pretune.measure.base import Pool
 from pretune.measure.check import TOLERANCE, difference
 from pretune.measure.farm import FarmPool
-from pretune.measure.pool import MeasurePool
+from pretune.measure.pool import PATIENCE_S, MeasurePool
 from pretune.measure.result import Measured
 from pretune.measure.tracker import RPCAddress
 
@@ -25,7 +25,7 @@ def open_pool(
     *,
     build_timeout: float = 10.0,
     run_timeout: float = 10.0,
-    patience: float | None = None,
+    patience: float = PATIENCE_S,
 ) -> Pool:
     """A `MeasurePool` on this machine, or a `FarmPool`, which has no patience, of the farm at `rpc`."""
     if rpc is None:

@@ -51,9 +51,9 @@ class MeasurePool(Pool):
         Threads of a candidate that runs; `PRETUNE_NUM_THREADS`, or the target's cores, by default.
     build_timeout, run_timeout : float
         Seconds a candidate may take to compile, and to be timed.
-    patience : float, optional
-        Seconds that each measurement may wait for the machine to itself, on average; ``PRETUNE_PATIENCE``, or
-        `PATIENCE_S`, by default.
+    patience : float
+        Seconds that each measurement may wait for the machine to itself, on average, unless
+        ``PRETUNE_PATIENCE`` says otherwise.
     quiet : callable, optional
         Returns a context manager held while candidates are timed, such as one that pauses other jobs.
     batch : int
@@ -68,7 +68,7 @@ class MeasurePool(Pool):
         num_threads: int | None = None,
         build_timeout: float = 10.0,
         run_timeout: float = 10.0,
-        patience: float | None = None,
+        patience: float = PATIENCE_S,
         quiet: Callable[[], AbstractContextManager[Any]] | None = None,
         batch: int = 32,
     ) -> None:
@@ -80,7 +80,7 @@ class MeasurePool(Pool):
         cores = int(attrs.get("num-cores", 0)) or len(os.sched_getaffinity(0))
         self.size = max(1, workers or min(cores, MAX_WORKERS))
         self.num_threads = num_threads or env.num_threads() or cores
-        self._patience = env.patience(PATIENCE_S) if patience is None else patience
+        self._patience = env.patience(patience)
         self.build_timeout, self.run_timeout, self.batch = build_timeout, run_timeout, batch
         self._target = str(tvm.ir.save_json(target))
         self._quiet = quiet or contextlib.nullcontext
