@@ -69,13 +69,13 @@ def test_candidates_are_measured_on_devices(pool: FarmPool) -> None:
     assert pool.calibrate() > 0
 
 
-def test_a_crash_costs_one_candidate_and_no_server(pool: FarmPool) -> None:
+def test_a_crash_costs_one_candidate_and_no_server(two: LoopbackFarm, pool: FarmPool) -> None:
     first, crash, invalid, last = pool.measure([tiled(64), CRASH, "not json", parallel(64)])
     assert first.ok and last.ok
     assert (crash.error_kind, invalid.error_kind) == ("crash", "build")
     assert "ended 2 sessions" in crash.error and "\n" not in crash.error
     assert pool.measure([tiled(32)])[0].ok
-    assert all(device.trials for device in pool.devices.values())
+    two.wait(2)  # both serve on; which of them measures what is chance
 
 
 def test_a_device_ends_a_candidate_at_its_deadline(pool: FarmPool, monkeypatch: pytest.MonkeyPatch) -> None:
