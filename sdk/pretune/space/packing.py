@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pretune.features.program import Access, Axis, Block, read_program
@@ -27,18 +27,28 @@ LEAST_REUSE = 8
 MOST_BYTES = 256 << 20
 """No copy is larger."""
 
-_PREFIX = ("GetSBlock", "ReindexCacheRead", "TransformBlockLayout")
+COMMUTATIVE_REDUCE = 2
+"""TVM's number for the axes of a block that are reduced over."""
+
+_PREFIX = ("GetSBlock", "ReindexCacheRead", "TransformBlockLayout", "ComputeInline", "TransformLayout")
 """What the instructions of `pack` are called in a trace."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """An operand to copy: the read of a block, the axes of the copy that lead, and those that become one."""
+    """An operand to copy: the read of a block, the axes of the copy that lead, and those that become one.
+
+    Where it is read with a stride (`strided`), the loops of the copy become one as well: it gathers anyhow.
+    `epilogue` are the blocks that follow element by element, to the output: all but the last are inlined,
+    and the last has the same axes become one, so that it can follow each tile. Empty where there are none.
+    """
 
     block: str
     buffer: str
     leading: tuple[int, ...]
     fused: tuple[int, ...]
+    strided: bool
+    epilogue: tuple[str, ...] = ()
 
 
 def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
@@ -51,10 +61,10 @@ def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
     lanes : int
         Elements of the widest vector.
     """
-    blocks = [block for block in read_program(mod["main"]) if block.is_reduce]
-    if not blocks:
+    every = read_program(mod["main"])
+    block = max((b for b in every if b.is_reduce), key=lambda b: b.points * b.cost, default=None)
+    if block is None:
         return None
-    block = max(blocks, key=lambda b: b.points * b.cost)
     (write,) = [a for a in block.accesses if a.is_write][:1]
     reads = [a for a in block.accesses if not a.is_write and a.buffer.name != write.buffer.name]
     for read in reads:
@@ -62,8 +72,28 @@ def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
         if len(others) == 1 and others[0].buffer.name != read.buffer.name:
             found = _packing_of(block, write, read, others[0], lanes)
             if found is not None:
-                return found
+                return replace(found, epilogue=_epilogue(every, block)) if len(found.fused) > 1 else found
     return None
+
+
+def _epilogue(blocks: Sequence[Block], block: Block) -> tuple[str, ...]:
+    """Names of the blocks that read what `block` writes, one after the other, each at the same place."""
+    found: list[str] = []
+    shape = [axis.extent for axis in block.axes if not axis.is_reduce]
+    while True:
+        (write,) = [a for a in block.accesses if a.is_write][:1]
+        readers = [b for b in blocks if any(a.buffer is write.buffer and not a.is_write for a in b.accesses)]
+        readers = [b for b in readers if b is not block]
+        if not readers:
+            return tuple(found)
+        (block, *others) = readers
+        plain = [{_loop(axis): 1.0} for axis in block.axes]
+        if others or block.is_reduce or [axis.extent for axis in block.axes] != shape:
+            return ()
+        same = [a for a in block.accesses if a.is_write or a.buffer is write.buffer]
+        if any([{v: c for v, c in form.items() if c} for form in a.index] != plain for a in same):
+            return ()
+        found.append(block.name)
 
 
 def _packing_of(block: Block, write: Access, read: Access, other: Access, lanes: int) -> Packing | None:
@@ -94,7 +124,7 @@ def _packing_of(block: Block, write: Access, read: Access, other: Access, lanes:
     if reuse < LEAST_REUSE or size > MOST_BYTES:
         return None
     leading = tuple(i for i in mine if i not in fused)
-    return Packing(block.name, read.buffer.name, leading, tuple(fused))
+    return Packing(block.name, read.buffer.name, leading, tuple(fused), stride != 1)
 
 
 def _uses(access: Access, axis: Axis) -> bool:
@@ -113,6 +143,7 @@ def pack(schedule: Schedule, packing: Packing) -> None:
     block = schedule.get_sblock(packing.block)
     stmt: Any = schedule.get(block)
     extents = [int(v.dom.extent) for v in stmt.iter_vars]
+    reduced = [i for i, v in enumerate(stmt.iter_vars) if int(v.iter_type) == COMMUTATIVE_REDUCE]
     names = [r.source if hasattr(r, "source") else r.buffer for r in stmt.reads]  # the first since TVM 0.27
     read = [str(buffer.name) for buffer in names].index(packing.buffer)
 
@@ -143,11 +174,67 @@ def pack(schedule: Schedule, packing: Packing) -> None:
 
     def in_order(*axes: Any) -> list[Any]:  # of the copy's axes, which stand in the order of the block's
         mine = sorted(packing.leading + packing.fused)
+        if packing.strided:
+            return packed(*(axes[mine.index(i)] if i in mine else None for i in range(len(extents))))
         return [axes[mine.index(i)] for i in packing.leading + packing.fused]
 
     copy = schedule.reindex_cache_read(block, read, "global", index_map(packed, len(extents)))
     schedule.transform_block_layout(copy, index_map(in_order, len(packing.leading + packing.fused)))
     schedule.transform_block_layout(block, index_map(joined, len(extents)))
+    if not packing.epilogue:
+        return
+    # Where an axis of the output is two of the epilogue's, TVM cannot tell which part of it a tile makes.
+    spatial = [i for i in range(len(extents)) if i not in reduced]
+    at = [spatial.index(i) for i in packing.fused]
+
+    def flat(*axes: Any) -> list[Any]:
+        index = axes[at[0]]
+        for i in at[1:]:
+            index = index * extents[spatial[i]] + axes[i]
+        return [*axes[: at[0]], index]
+
+    for name in packing.epilogue[:-1]:
+        schedule.compute_inline(schedule.get_sblock(name))
+    last = schedule.get_sblock(packing.epilogue[-1])
+    schedule.transform_layout(block, ("write", 0), index_map(flat, len(spatial)))
+    schedule.transform_block_layout(last, index_map(flat, len(spatial)))
+
+
+def with_epilogue(schedule: Schedule, packing: Packing) -> list[Schedule]:
+    """The design spaces that one of MetaSchedule's gives, by where the epilogue follows the tiles.
+
+    MetaSchedule has an epilogue follow either tile of a convolution, or neither, if it writes where it reads.
+    What `pack` makes does not: there it caches the output instead, to copy it, which is of no use. So its
+    spaces without such a copy are kept, and the epilogue is moved here.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        Of a program that was packed, with the trace of a design space.
+    packing : Packing
+
+    Returns
+    -------
+    list of Schedule
+    """
+    if not packing.epilogue:
+        return [schedule]
+    trace: Any = schedule.trace  # TVM annotates it as optional: a traced schedule has one
+    if any(inst.kind.name == "CacheWrite" for inst in trace.insts):
+        return []
+    block = schedule.get_sblock(packing.block)
+    loops = schedule.get_loops(block)
+    stmt: Any = schedule.get(block)
+    spatial = sum(int(v.iter_type) != COMMUTATIVE_REDUCE for v in stmt.iter_vars)
+    if len(loops) != 4 * spatial + 2 * (len(stmt.iter_vars) - spatial):
+        return [schedule]  # not tiled as SSRSRS
+    out = [schedule]
+    for tiles in (1, 2):
+        moved = schedule.copy()
+        block, last = moved.get_sblock(packing.block), moved.get_sblock(packing.epilogue[-1])
+        moved.reverse_compute_at(last, moved.get_loops(block)[tiles * spatial - 1], preserve_unit_loops=True)
+        out.append(moved)
+    return out
 
 
 def prefix_length(insts: Sequence[Any]) -> int:

@@ -13,7 +13,7 @@ from pretune.compat import setup_tvm
 from pretune.hardware.hardware import vector_bits_of
 from pretune.hardware.target import llvm_features
 from pretune.native_log import quiet_native
-from pretune.space.packing import find_packing, pack, prefix_length
+from pretune.space.packing import find_packing, pack, prefix_length, with_epilogue
 from pretune.space.slots import Slot, factorisations
 from pretune.space.trace import sampling_indices, trace_to_json
 
@@ -256,7 +256,10 @@ class TaskSpace:
             for schedule in schedules:
                 whole = packed.copy()
                 schedule.trace.apply_to_schedule(whole, remove_postproc=True)
-                designs.append(DesignSpace(mod, whole, postprocs, seed, packed.mod))
+                designs += [
+                    DesignSpace(mod, each, postprocs, seed, packed.mod)
+                    for each in with_epilogue(whole, packing)
+                ]
         space = cls(mod, target, designs)
         space._contexts = contexts  # The postprocessors hold a raw pointer to theirs.
         return space
