@@ -44,6 +44,9 @@ NEIGHBOURS = 512
 FEWEST = 8
 """Candidates looked through as if that many were wanted, at least."""
 
+MOST_REFUSED = 8
+"""Candidates of one design space that come to nothing, for each that is wanted, before it is left alone."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -125,11 +128,14 @@ class TaskSearch:
         Exploration-Exploitation Tradeoffs in Gaussian Process Bandit Optimization", JMLR 2014.
         """
         several = max(n, FEWEST)  # where one is wanted, TVM may refuse many before it
-        order = [(value, k, i) for k, pool in enumerate(pools) for i, value in self._top(pool, 64 * several)]
-        order.sort(key=lambda item: -item[0])
+        tops = [self._top(pool, 64 * several) for pool in pools]
+        order = sorted(((value, k, i) for k, top in enumerate(tops) for i, value in top), reverse=True)
         del order[min(64 * several, MOST_JOINT) :]
         if not order:
             return
+        # Should TVM refuse all that ranks high in one design space, there are the others.
+        known = {(k, i) for _value, k, i in order}
+        order += [(value, k, i) for k, top in enumerate(tops) for i, value in top[:several] if (k, i) not in known]
         bar = order[min(len(order), 8 * several) - 1][0]
         value = np.array([item[0] for item in order])
         mean, covariance = value, None
@@ -141,20 +147,20 @@ class TaskSearch:
                 _condition(covariance, at)
             mean, covariance = mean[len(out) :], covariance[len(out) :, len(out) :]
             value = mean + explore * np.sqrt(np.maximum(covariance.diagonal(), 0.0))
-        failures = 0
+        failures = [0] * len(pools)
         below: list[tuple[float, Proposal]] = []
         left = np.ones(len(order), bool)
-        while left.any() and len(out) < n and failures <= 20 * several:
+        while left.any() and len(out) < n:
             at = int(np.where(left, value, -np.inf).argmax())
             left[at] = False
             _value, k, i = order[at]
             row = pools[k].rows[i]
-            if row.tobytes() in self._tried[k]:
+            if row.tobytes() in self._tried[k] or failures[k] > MOST_REFUSED * several:
                 continue
             self._tried[k].add(row.tobytes())
             candidate = self.space.materialise(k, row)
             if candidate is None or candidate.shash in self._seen or self._too_large(candidate):
-                failures += 1
+                failures[k] += 1
                 continue
             score, features = float(pools[k].score[i]), pools[k].features[i]
             taken = self.space.spaces[k].find(candidate.decisions)
@@ -164,7 +170,7 @@ class TaskSearch:
                 row, score, features = taken, float(actual.score[0]), actual.features[0]
                 if actual.value[0] < bar:
                     below.append((actual.value[0], Proposal(candidate, row, score, features)))
-                    failures += 1
+                    failures[k] += 1
                     continue
                 self._tried[k].add(row.tobytes())
             self._seen.add(candidate.shash)

@@ -38,7 +38,7 @@ _PREFIX = ("GetSBlock", "ReindexCacheRead", "TransformBlockLayout", "ComputeInli
 class Packing:
     """An operand to copy: the read of a block, the axes of the copy that lead, and those that become one.
 
-    Where it is read with a stride (`strided`), the loops of the copy become one as well: it gathers anyhow.
+    `producer` is the block that makes the operand, such as its padding, and is made part of the copy.
     `epilogue` are the blocks that follow element by element, to the output: all but the last are inlined,
     and the last has the same axes become one, so that it can follow each tile. Empty where there are none.
     """
@@ -47,7 +47,7 @@ class Packing:
     buffer: str
     leading: tuple[int, ...]
     fused: tuple[int, ...]
-    strided: bool
+    producer: str | None = None
     epilogue: tuple[str, ...] = ()
 
 
@@ -72,8 +72,17 @@ def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
         if len(others) == 1 and others[0].buffer.name != read.buffer.name:
             found = _packing_of(block, write, read, others[0], lanes)
             if found is not None:
-                return replace(found, epilogue=_epilogue(every, block)) if len(found.fused) > 1 else found
+                epilogue = _epilogue(every, block) if len(found.fused) > 1 else ()
+                return replace(found, producer=_producer(every, block, read), epilogue=epilogue)
     return None
+
+
+def _producer(blocks: Sequence[Block], block: Block, read: Access) -> str | None:
+    """Name of the block that makes what `block` reads there, if it is for that alone and no reduction."""
+    reads = [b for b in blocks if any(a.buffer is read.buffer and not a.is_write for a in b.accesses)]
+    writes = [b for b in blocks if any(a.buffer is read.buffer and a.is_write for a in b.accesses)]
+    alone = len(writes) == 1 and reads == [block] and not writes[0].is_reduce
+    return writes[0].name if alone else None
 
 
 def _epilogue(blocks: Sequence[Block], block: Block) -> tuple[str, ...]:
@@ -124,7 +133,7 @@ def _packing_of(block: Block, write: Access, read: Access, other: Access, lanes:
     if reuse < LEAST_REUSE or size > MOST_BYTES:
         return None
     leading = tuple(i for i in mine if i not in fused)
-    return Packing(block.name, read.buffer.name, leading, tuple(fused), stride != 1)
+    return Packing(block.name, read.buffer.name, leading, tuple(fused))
 
 
 def _uses(access: Access, axis: Axis) -> bool:
@@ -174,11 +183,11 @@ def pack(schedule: Schedule, packing: Packing) -> None:
 
     def in_order(*axes: Any) -> list[Any]:  # of the copy's axes, which stand in the order of the block's
         mine = sorted(packing.leading + packing.fused)
-        if packing.strided:
-            return packed(*(axes[mine.index(i)] if i in mine else None for i in range(len(extents))))
         return [axes[mine.index(i)] for i in packing.leading + packing.fused]
 
     copy = schedule.reindex_cache_read(block, read, "global", index_map(packed, len(extents)))
+    if packing.producer:
+        schedule.compute_inline(schedule.get_sblock(packing.producer))
     schedule.transform_block_layout(copy, index_map(in_order, len(packing.leading + packing.fused)))
     schedule.transform_block_layout(block, index_map(joined, len(extents)))
     if not packing.epilogue:
