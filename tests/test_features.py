@@ -19,7 +19,7 @@ from programs import TARGET, conv2d_relu, matmul, softmax
 
 POSTPROC = ACTION_TYPES.index("Postproc")
 EXACT = (
-    "points", "tile_1", "traffic_1", "vector", "accumulators", "inner_reduction", "parallel",
+    "points", "tile_3", "traffic_3", "vector", "accumulators", "inner_reduction", "parallel",
     "grain", "inner_0", "inner_1", "unrolled", "in_registers", "register_traffic",
 )  # fmt: skip
 REAL = {"vector": "vector_real", "parallel": "parallel_real"}

@@ -32,6 +32,8 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
         Candidates per task whose real states are read.
     align, contrast, decode, true_rank : float
         Weights of the losses beside the ranking of predicted latents.
+    choice : float
+        Weight of what the first choice is expected to lose.
     regression : float
         Weight of the scale of the scores within the ranking loss; infinite for regression alone.
     pretrained : str
@@ -72,6 +74,7 @@ class TrainConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     contrast: float = 0.1
     decode: float = 0.5
     true_rank: float = 0.5
+    choice: float = 0.0
     regression: float = 0.3
     pretrained: str = ""
     base: str = ""

@@ -15,6 +15,24 @@ from pretune_export.distributed import shared
 from pretune_export.nets import Sizes, WorldModelNet
 
 
+TEMPERATURE = 0.2
+"""Of the choice that `choice_loss` expects, in natural log of latency: candidates so close are one as good."""
+
+
+def choice_loss(score: Tensor, target: Tensor, task: Tensor) -> Tensor:
+    """What the first choice of each task is expected to lose: 1 - ``best / latency``, mean over tasks.
+
+    The choice is drawn with the softmax of the scores: the top-1 probabilities of ListNet (Cao et al., "Learning
+    to Rank: From Pairwise Approach to Listwise Approach", ICML 2007).
+    """
+    groups = int(task.max()) + 1
+    peak = torch.full((groups,), -math.inf).scatter_reduce(0, task, score.detach(), "amax")
+    weight = ((score - peak[task]) / TEMPERATURE).exp()
+    total = torch.zeros(groups).index_add_(0, task, weight)
+    gain = torch.zeros(groups).index_add_(0, task, weight * target.exp()) / total
+    return (1.0 - gain).mean()
+
+
 def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float) -> Tensor:
     """Pairwise logistic loss within each task, a pair weighted by what choosing wrong costs at the good end.
 
@@ -88,6 +106,8 @@ def losses(net: WorldModelNet, decoder: Decoder, batch: Batch, config: TrainConf
     regression = math.inf if config.without == "ranking" else config.regression
     score, zs = predict(net, batch, config.without)
     out = {"rank": ranking_loss(score, batch.target, batch.task, regression)}
+    if config.choice and not math.isinf(regression):
+        out["choice"] = choice_loss(score, batch.target, batch.task)
     if batch.states is not None:
         true = shared(net.encoder, *batch.states)
         row, step = batch.state_at[:, 0], batch.state_at[:, 1]

@@ -8,9 +8,10 @@ length ``n``: no TVM object is touched and there is no loop over candidates.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,9 @@ from pretune.features.nest import (
     from_block,
     log2,
     product,
+    positions,
     quotient,
+    shared,
     slot_value,
     span,
 )
@@ -98,11 +101,12 @@ class Step:
 
 @dataclass(frozen=True)
 class _Location:
-    """A compute location: drawn by a decision, or a fixed loop of a nest."""
+    """A compute location: drawn by a decision, or a fixed loop of a nest; `depth` is its position there."""
 
     nest: Nest
     slot: int | None
-    depth: int
+    depth: Extent
+    loop: NestLoop | None = None
 
 
 class ActionEncoder:
@@ -310,7 +314,7 @@ class ActionEncoder:
     def _do_samplecomputelocation(self, inputs: list, attrs: list, outputs: list) -> None:
         consumers = self._consumers(self._values.get(inputs[0]))
         if consumers:
-            self._values[outputs[0]] = _Location(consumers[0], self._slot, -1)
+            self._values[outputs[0]] = _Location(consumers[0], self._slot, slot_value(self._slot, 0))
         self._slot += 1
 
     def _extent(self, value: Any) -> Extent | None:
@@ -338,7 +342,7 @@ class ActionEncoder:
             return
         # A split of a fused loop is laid to the innermost of its axes.
         inner = loop.components[-1]
-        new = [NestLoop([Component(inner.axis, part, inner.is_reduce)]) for part in parts]
+        new = [NestLoop([Component(inner.axis, part, inner.is_reduce, inner.also)]) for part in parts]
         owner = self._replace([loop], new)
         for out, made in zip(outputs, new, strict=False):
             self._values[out] = made
@@ -395,7 +399,7 @@ class ActionEncoder:
         if isinstance(value, NestLoop):
             for nest in self._nests:
                 if not nest.gone and value in nest.loops:
-                    return _Location(nest, None, nest.loops.index(value))
+                    return _Location(nest, None, positions(nest.loops)[nest.loops.index(value)], value)
         return None
 
     def _do_computeat(self, inputs: list, attrs: list, outputs: list, reverse: bool = False) -> None:
@@ -404,11 +408,9 @@ class ActionEncoder:
         if not isinstance(nest, Nest) or location is None or location.nest is nest:
             self._add(name, block=nest if isinstance(nest, Nest) else None)
             return
-        where = _depth(location)
-        anchor = location.nest
-        loop = anchor.loops[location.depth] if location.slot is None else None
         _move(nest, location, reverse)
-        self._add(name, block=nest, nest=nest, loop=loop, location=(where, len(anchor.loops)))
+        where = location.depth, len(location.nest.loops)
+        self._add(name, block=nest, nest=nest, loop=location.loop, location=where)
 
     def _do_reversecomputeat(self, inputs: list, attrs: list, outputs: list) -> None:
         self._do_computeat(inputs, attrs, outputs, reverse=True)
@@ -421,7 +423,8 @@ class ActionEncoder:
             return
         made = _rfactor(owner, loop)
         self._nests.insert(self._nests.index(owner), made)
-        self._share[id(made)] = self._share.get(id(owner), 0.0)
+        share = self._share.get(id(owner), 0.0)
+        self._share |= {id(made): share, id(owner): share / 16}  # to combine is little work
         self._values[outputs[0]] = made
         self._add("RFactor", block=made, nest=made, loop=loop)
 
@@ -541,13 +544,14 @@ class ActionEncoder:
         """The nest as it is now; the same object as long as nothing about it changed."""
         key = (
             nest.name, *(id(c) for c in nest.components), *(id(a.buffer) for a in nest.accesses),
-            id(nest.inlined), *(id(cut) for cut in nest.all_cuts()),
+            id(nest.inlined), *(id(cut) for cut in nest.all_cuts()), nest.anchor is None,
         )  # fmt: skip
         if key not in self._frozen:
             accesses = [Access(a.buffer, a.is_write, list(a.index)) for a in nest.accesses]
             frozen = Nest(
                 nest.name, list(nest.axes), accesses, list(nest.ops), list(nest.loops), nest.has_init,
                 nest.inlined, nest.at_root, cuts=nest.all_cuts(),
+                alone=self._alone(nest),
             )  # fmt: skip
             for other in self._frozen.values():
                 if (other.loops, other.accesses, other.axes, other.ops) == (
@@ -557,6 +561,16 @@ class ActionEncoder:
                     break
             self._frozen[key] = frozen
         return self._frozen[key]
+
+    def _alone(self, nest: Nest) -> Extent:
+        """Whether none of a nest's loops holds another block."""
+        depths = [n.depth for n in self._nests if not n.gone and n.anchor is nest and n.depth is not None]
+        depths += [nest.depth] if nest.depth is not None else []
+
+        def evaluate(env: Env) -> Value:
+            return functools.reduce(np.multiply, [np.less(env.get(d), 0.0) for d in depths], 1.0)
+
+        return Extent(evaluate, frozenset().union(*(d.slots for d in depths)))
 
     def _summary_of(self, nest: Nest, env: Env) -> Summary:
         if nest not in env.summaries:
@@ -592,10 +606,11 @@ class ActionEncoder:
             unrolled, in_registers = self._unrolled(nest, whole)
             return unrolled[rows], in_registers[rows]
         if nest not in env.unrolled:
-            limit = self._annotated.get("meta_schedule.unroll_explicit")
-            env.unrolled[nest] = unroll(
-                self._summary_of(nest, env), env.get(limit) if limit is not None else 0.0
-            )
+            extent = self._annotated.get("meta_schedule.unroll_explicit")
+            limit = env.get(extent) if extent is not None else 0.0
+            if nest.alone is not None and not nest.is_reduce:  # a reduction, or what shares a loop with one, is
+                limit = np.where(env.get(nest.alone), 0.0, limit)
+            env.unrolled[nest] = unroll(self._summary_of(nest, env), limit)
         return env.unrolled[nest]
 
     def _finish(self) -> None:
@@ -619,12 +634,6 @@ def _flat(values: Any) -> list[Any]:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.startswith('"')
-
-
-def _depth(location: _Location) -> Extent:
-    if location.slot is None:
-        return const(location.depth)
-    return slot_value(location.slot, 0)  # ROOT and INLINE match no position
 
 
 def _inline_into(nest: Nest, consumer: Nest) -> None:
@@ -681,22 +690,18 @@ def _append_to(producer: Nest, nest: Nest) -> None:
 def _move(nest: Nest, location: _Location, reverse: bool) -> None:
     """Put `nest` under a loop of the location's nest: its own loops then cover only the region needed."""
     anchor = location.nest
-    where = _depth(location)
+    where = location.depth  # ROOT and INLINE are no position
     # With `reverse`, the anchor produces what `nest` reads; otherwise it consumes what `nest` writes.
     buffer = anchor.written if reverse else nest.written
     need = next((a for a in anchor.accesses if a.buffer is buffer and a.is_write == reverse), None)
     have = next((a for a in nest.accesses if a.buffer is buffer and a.is_write != reverse), None)
 
-    def masked(extent: Extent, position: int, inside: bool) -> Extent:
-        def evaluate(env: Env) -> Value:
-            depth = env.get(where)
-            hit = (position > depth) if inside else (position <= depth)
-            value = env.get(extent)
-            if not isinstance(depth, np.ndarray):
-                return value if hit else 1.0
-            return np.where(hit, np.asarray(value, np.float32), np.float32(1.0))
+    def around(position: Extent) -> Extent:
+        """Whether a loop of the anchor is then around the nest."""
+        return Extent(lambda env: np.less_equal(env.get(position), env.get(where)), position.slots | where.slots)
 
-        return Extent(evaluate, extent.slots | where.slots)
+    def within(position: Extent) -> Extent:
+        return Extent(lambda env: np.greater(env.get(position), env.get(where)), position.slots | where.slots)
 
     axis_dim: dict[int, int] = {}  # own axis -> dimension of the shared buffer
     anchor_axis: dict[int, int] = {}  # anchor's axis -> own axis along the same dimension
@@ -710,17 +715,15 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
 
     outer = []
     inner: list[Component] = []
-    for position, loop in enumerate(anchor.loops):
-        parts = [
-            Component(anchor_axis.get(c.axis, -1), masked(c.extent, position, False), False)
-            for c in loop.components
-        ]
-        outer.append(NestLoop(parts))
-        inner += [Component(c.axis, masked(c.extent, position, True), c.is_reduce) for c in loop.components]
+    for position, loop in zip(positions(anchor.loops), anchor.loops, strict=False):
+        here, below = around(position), within(position)
+        parts = [Component(anchor_axis.get(c.axis, -1), _where(here, c.extent), False) for c in loop.components]
+        outer.append(NestLoop(parts, _both(here, loop.present)))
+        inner += [replace(c, extent=_where(below, c.extent)) for c in loop.components]
     slots = where.slots.union(*(c.extent.slots for c in inner)) if inner else where.slots
 
-    axes = {c.axis for c in inner if c.axis >= 0}
-    tiles = {axis: product([c.extent for c in inner if c.axis == axis]) for axis in axes}
+    axes = {axis for c in inner for axis in (c.axis, c.also) if axis >= 0}
+    tiles = {axis: product([c.extent for c in inner if axis in (c.axis, c.also)]) for axis in axes}
 
     def needed(env: Env, d: int) -> Value:
         assert need is not None
@@ -728,6 +731,11 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
         return span(need.buffer.shape[d], form, {a: env.get(tile) for a, tile in tiles.items() if a in form})
 
     whole = [e for e, _r in nest.axes]
+    # What stays at the root keeps its loops. As a rule, those made anew are the same there.
+    stays = location.slot is not None and [[c.axis for c in loop.components] for loop in nest.loops] != [
+        [i] for i in range(len(nest.axes))
+    ]
+    moved = Extent(lambda env: np.greater_equal(env.get(where), 0.0), where.slots)
     loops = outer
     for i, (extent, is_reduce) in enumerate(nest.axes):
         if i in axis_dim and not is_reduce:
@@ -736,7 +744,18 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
                 return np.minimum(needed(env, d), env.get(full))
 
             extent = Extent(evaluate, slots | extent.slots)
-        loops.append(NestLoop([Component(i, extent, is_reduce)]))
+        loops.append(nest.loop_over(i, _where(moved, extent) if stays else extent))
+        if stays:
+            loops[-1].present = moved
+    if stays:
+        kept = Extent(lambda env: np.less(env.get(where), 0.0), where.slots)
+        loops += [
+            NestLoop(
+                [replace(c, extent=_where(kept, c.extent)) for c in loop.components],
+                _both(kept, loop.present),
+            )
+            for loop in nest.loops
+        ]
     nest.loops = loops
     nest.anchor, nest.depth = anchor, where
     # The loop is shared with whatever the anchor itself was moved under.
@@ -745,67 +764,93 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
     while holder is not None:
         holder.cuts.append(cut)
         if holder.depth is not None:
-            cut = _shared(cut, holder.depth)
+            cut = shared(cut, holder.depth)
         holder = holder.anchor
     if location.slot is not None:
         nest.inlined = Extent(lambda env: np.equal(env.get(where), INLINE).astype(np.float32), where.slots)
         nest.at_root = Extent(lambda env: np.equal(env.get(where), ROOT).astype(np.float32), where.slots)
 
 
-def _shared(cut: Extent, depth: Extent) -> Extent:
-    """`cut` where it lies within the loops shared with the outer nest, otherwise no position."""
+def _where(holds: Extent, extent: Extent) -> Extent:
+    """`extent` where that holds, else 1."""
 
     def evaluate(env: Env) -> Value:
-        a, b = env.get(cut), env.get(depth)
-        return np.where(a <= b, a, float(ROOT))
+        here, value = env.get(holds), env.get(extent)
+        if np.ndim(here) == 0:
+            return value if here else 1.0
+        return np.where(here, np.asarray(value, np.float32), np.float32(1.0))
 
-    return Extent(evaluate, cut.slots | depth.slots)
+    return Extent(evaluate, extent.slots | holds.slots)
+
+
+def _both(a: Extent, b: Extent | None) -> Extent:
+    if b is None:
+        return a
+    return Extent(lambda env: np.logical_and(env.get(a), env.get(b)), a.slots | b.slots)
 
 
 def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
-    """Split a reduction in two: the new block keeps partial results over `loop`, `owner` combines them."""
+    """Split a reduction in two: the new block keeps partial results over `loop`, `owner` combines them.
+
+    As TVM does, both have the axis of the partial results first, so that loops made anew begin with it, and
+    the new block one axis for what remains of the reduction.
+    """
     write = next(a for a in owner.accesses if a.is_write)
-    env = Env([], 1)
-    component = loop.components[-1]
-    size = env.get(component.extent) if not component.extent.slots else 1.0
-    partial = Buffer(
-        write.buffer.name + ".rf",
-        (*write.buffer.shape, int(size)),
-        write.buffer.itemsize,
-        write.buffer.scope,
-        True,
-    )
-    new_axis = len(owner.axes)
-    # In the new block the loop is spatial and stands for an axis of its own beside the reduced one.
-    accesses = [
-        Access(partial, True, [*[dict(f) for f in a.index], {new_axis: 1.0}]) if a.buffer is write.buffer
-        else Access(a.buffer, a.is_write, [dict(f) for f in a.index])
-        for a in owner.accesses
-    ]  # fmt: skip
-    axes = [
-        (quotient(extent, [component.extent]) if i == component.axis else extent, is_reduce)
-        for i, (extent, is_reduce) in enumerate(owner.axes)
-    ]
+    part = loop.components[-1].extent
+    spatial = [i for i, (_extent, is_reduce) in enumerate(owner.axes) if not is_reduce]
+    reduced = [i for i, (_extent, is_reduce) in enumerate(owner.axes) if is_reduce]
+    whole = product([owner.axes[i][0] for i in reduced])
+    most = 1 << 20 if whole.slots else int(Env([], 1).get(whole))
+    shape = (*write.buffer.shape, most)  # of the last dimension, as many as decisions tell
+    partial = Buffer(write.buffer.name + ".rf", shape, write.buffer.itemsize, write.buffer.scope, True)
+
+    # In the new block the loop is spatial and stands for an axis of its own beside the reduced one, which all
+    # that was reduced over is a quotient or a remainder of.
+    placed = {i: at + 1 for at, i in enumerate(spatial)}
+    rest = len(spatial) + 1
+    slope, moved = 1.0, dict(placed)
+    slopes = dict.fromkeys(placed, 1.0)
+    for i in reversed(reduced):
+        moved[i], slopes[i] = rest, slope
+        extent = owner.axes[i][0]
+        slope /= 1.0 if extent.slots else float(Env([], 1).get(extent))
+
+    def later(form: dict) -> dict:
+        out: dict = {}
+        for axis, c in form.items():
+            if axis in moved:
+                out[moved[axis]] = max(out.get(moved[axis], 0.0), c * slopes[axis], key=abs)
+        return out
+
+    over = [other for other in owner.loops if other.is_reduce]
+    innermost = over[-1] is loop and len(over) > 1  # then what remains of the axis moves by whole parts
     made = Nest(
-        owner.name + "_rf", [*axes, (component.extent, False)], accesses, list(owner.ops),
+        owner.name + "_rf",
+        [(part, False), *(owner.axes[i] for i in spatial), (quotient(whole, [part]), True)],
         [
-            NestLoop([Component(component.axis, component.extent, False)]) if other is loop else other
+            Access(partial, True, [*map(later, a.index), {0: 1.0}]) if a.buffer is write.buffer
+            else Access(a.buffer, a.is_write, [*map(later, a.index)])
+            for a in owner.accesses
+        ],
+        list(owner.ops),
+        [
+            NestLoop([Component(rest, part, False, 0)]) if other is loop
+            else NestLoop([replace(c, axis=moved.get(c.axis, -1)) for c in other.components])
             for other in owner.loops
         ],
         owner.has_init,
+        parts={0: (rest, const(1) if innermost else None), **({rest: (rest, part)} if innermost else {})},
     )  # fmt: skip
-    owner.loops = [other for other in owner.loops if other is loop or not other.is_reduce]
-    owner.axes = [(e, r) for e, r in owner.axes if not r] + [(component.extent, True)]
-    last = len(owner.axes) - 1
-    renumber = {component.axis: last}
+    owner.axes = [(part, True), *(owner.axes[i] for i in spatial)]
     owner.loops = [
-        NestLoop([Component(renumber.get(c.axis, c.axis), c.extent, c.is_reduce) for c in other.components])
-        for other in owner.loops
-    ]
-    out_index = [dict(f) for f in write.index]
+        NestLoop([Component(0, part, True)]) if other is loop
+        else NestLoop([replace(c, axis=placed.get(c.axis, -1)) for c in other.components])
+        for other in owner.loops if other is loop or not other.is_reduce
+    ]  # fmt: skip
+    out_index = [later(form) for form in write.index]
     owner.accesses = [
         Access(write.buffer, True, out_index),
-        Access(partial, False, [*out_index, {last: 1.0}]),
+        Access(partial, False, [*map(dict, out_index), {0: 1.0}]),
     ]
     owner.rerank()
     return made

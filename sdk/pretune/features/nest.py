@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LINE = 64
 """Bytes of a cache line."""
 
+NOWHERE = -1.0
+"""In place of a loop's position: there is none."""
+
 Value = np.ndarray | float
 """float32 ``[n]``, or a float that holds for all candidates."""
 
@@ -142,19 +145,37 @@ def quotient(whole: Extent, parts: list[Extent]) -> Extent:
 class Component:
     """A loop, or one axis' share of a fused loop.
 
-    `axis` is -1 where the block's indices do not depend on it.
+    Attributes
+    ----------
+    axis : int
+        -1 where the block's indices do not depend on it.
+    also : int
+        Another axis that moves by one as well, as in a block that `rfactor` made; -1 for none.
+    step : Extent or None
+        By how much the axis moves; None where it goes on from what the loops within it cover.
     """
 
     axis: int
     extent: Extent
     is_reduce: bool
+    also: int = -1
+    step: Extent | None = None
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """Decision slots that it depends on."""
+        return self.extent.slots if self.step is None else self.extent.slots | self.step.slots
 
 
 @dataclass(eq=False)
 class NestLoop:
-    """A loop around a block, outermost component first."""
+    """A loop around a block, outermost component first.
+
+    `present` tells whether there is such a loop, where that is for a decision to say: if not, its extent is 1.
+    """
 
     components: list[Component]
+    present: Extent | None = None
 
     @property
     def extent(self) -> Extent:
@@ -165,6 +186,32 @@ class NestLoop:
     @property
     def is_reduce(self) -> bool:
         return any(c.is_reduce for c in self.components)
+
+
+def positions(loops: Sequence[NestLoop]) -> list[Extent]:
+    """Number of loops around each of `loops`, outermost first; one more tells how many there are.
+
+    What is not present stands between two.
+    """
+    found: list[Extent] = []
+    certain, uncertain = 0, []
+    for loop in (*loops, None):
+        present = loop.present if loop is not None else None
+        found.append(_position(certain, list(uncertain), present))
+        if present is not None:
+            uncertain.append(present)
+        else:
+            certain += 1
+    return found
+
+
+def _position(certain: int, uncertain: list[Extent], present: Extent | None) -> Extent:
+    def evaluate(env: Env) -> Value:
+        position = sum((env.get(one) for one in uncertain), float(certain))
+        return position if present is None else position - 0.5 * np.logical_not(env.get(present))
+
+    every = uncertain if present is None else [*uncertain, present]
+    return Extent(evaluate, frozenset().union(*(one.slots for one in every)))
 
 
 @dataclass(eq=False)
@@ -185,6 +232,10 @@ class Nest:
         The nest under whose loops this one was moved; its cuts hold here as well.
     depth : Extent or None
         Position of the anchor's loop that it was moved under.
+    parts : dict of int to (int, Extent or None)
+        Axes that are one part of another, or what remains of it: that axis, and by how much it moves.
+    alone : Extent or None
+        Whether none of its loops holds another block; of a nest that is complete.
     """
 
     name: str
@@ -199,7 +250,10 @@ class Nest:
     cuts: list[Extent] = field(default_factory=list)
     anchor: Nest | None = None
     depth: Extent | None = None
+    parts: dict[int, tuple[int, Extent | None]] = field(default_factory=dict)
+    alone: Extent | None = None
     rank: list[Access] = field(default_factory=list)
+    _of_anchor: dict[Extent, Extent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rerank()
@@ -225,8 +279,18 @@ class Nest:
     def components(self) -> list[Component]:
         return [c for loop in self.loops for c in loop.components]
 
+    def loop_over(self, i: int, extent: Extent) -> NestLoop:
+        """A loop over axis number `i`."""
+        axis, step = self.parts.get(i, (i, None))
+        return NestLoop([Component(axis, extent, self.axes[i][1], i if axis != i else -1, step)])
+
     def all_cuts(self) -> list[Extent]:
-        return self.cuts + (self.anchor.all_cuts() if self.anchor is not None else [])
+        if self.anchor is None or self.depth is None:
+            return list(self.cuts)
+        for cut in self.anchor.all_cuts():  # where they lie within the loops that are shared
+            if cut not in self._of_anchor:
+                self._of_anchor[cut] = shared(cut, self.depth)
+        return self.cuts + [self._of_anchor[cut] for cut in self.anchor.all_cuts()]
 
     @property
     def written(self) -> Buffer | None:
@@ -244,10 +308,8 @@ class Nest:
 
     def slots(self) -> frozenset[int]:
         """All decision slots that the nest's shape depends on."""
-        out = (
-            frozenset().union(*(c.extent.slots for c in self.components)) if self.components else frozenset()
-        )
-        for extra in (self.inlined, self.at_root, *self.all_cuts()):
+        out = frozenset().union(*(c.slots for c in self.components))
+        for extra in (*(l.present for l in self.loops), self.inlined, self.at_root, self.alone, *self.all_cuts()):
             out = out | extra.slots if extra is not None else out
         return out
 
@@ -255,6 +317,16 @@ class Nest:
         """Points of the iteration space by its axes, before any decision (symbolic axes count 1)."""
         env = Env([], 1)
         return float(np.prod([float(env.get(e)) if not e.slots else 1.0 for e, _r in self.axes]))
+
+
+def shared(cut: Extent, depth: Extent) -> Extent:
+    """`cut` where it lies within the loops shared with the outer nest, otherwise no position."""
+
+    def evaluate(env: Env) -> Value:
+        a, b = env.get(cut), env.get(depth)
+        return np.where(a <= b, a, NOWHERE)
+
+    return Extent(evaluate, cut.slots | depth.slots)
 
 
 def from_block(block: Block) -> Nest:

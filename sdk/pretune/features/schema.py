@@ -6,10 +6,11 @@ inputs would differ. Change it whenever any feature changes its meaning, place o
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
-CAPACITIES = (2 << 10, 24 << 10, 192 << 10, 768 << 10, 4 << 20, 32 << 20)
-"""Bytes of the imagined memories (registers to last-level cache) at which reuse is summarised."""
+CAPACITIES = (256, 512, 2 << 10, 24 << 10, 192 << 10, 768 << 10, 4 << 20, 32 << 20)
+"""Bytes of the imagined memories at which reuse is summarised: the registers of SSE, AVX2 and AVX-512, and caches
+from half of a first level to a large last one."""
 
 ACCESSES = 4
 """Accesses of a block that are described: the write, then the largest reads."""
@@ -23,7 +24,7 @@ NEST = (
     "accumulators", "inner_reduction", "parallel", "imbalance", "grain", "loops",
     "inlined", "at_root", "inner_0", "inner_1", "inner_2", "accumulator_bytes", "redundancy", "last_reduce",
     "unrolled", "in_registers", "register_traffic",
-    "vector_fill_16", "vector_fill_8", "vector_power_of_2", "vectors",
+    "vector_fill_16", "vector_fill_8", "vector_fill_4", "vector_power_of_2", "vectors",
     *(f"vector_{what}_{a}" for a in range(ACCESSES) for what in ("run", "whole")),
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pretune.features.nest import Env, Nest, Value, footprint, log2, span
+from pretune.features.nest import Env, Nest, Value, footprint, log2, positions, span
 from pretune.features.program import Access, Linear
 from pretune.features.schema import ACCESSES, CAPACITIES, NEST
 
@@ -46,8 +46,10 @@ class Shape:
 
     Attributes
     ----------
-    levels : list of (int, Component)
+    levels : list of (Extent, Component)
         Components of the loops with the position of their loop, innermost first.
+    count : Extent
+        How many loops there are.
     rank, others : list of Access
         Accesses that features describe, and the rest.
     strides : numpy.ndarray
@@ -55,11 +57,13 @@ class Shape:
     """
 
     def __init__(self, nest: Nest) -> None:
-        self.levels = [(at, c) for at, loop in enumerate(nest.loops) for c in loop.components][::-1]
+        *where, self.count = positions(nest.loops)
+        levels = [(at, c) for at, loop in zip(where, nest.loops, strict=True) for c in loop.components]
+        self.levels = levels[::-1]
         self.rank = nest.rank
         self.others = [a for a in nest.accesses if a not in nest.rank]
-        self.axes, self.cost, self.last = nest.axes, nest.cost, len(nest.loops) - 1
-        strides = [[abs(a.stride(c.axis)) for _at, c in self.levels] for a in self.rank]
+        self.axes, self.cost = nest.axes, nest.cost
+        strides = [[abs(a.stride(c.axis) or a.stride(c.also)) for _at, c in self.levels] for a in self.rank]
         self.strides = np.array(strides, dtype=np.float32).reshape(len(self.rank), len(self.levels))
         # Accesses often share dimensions: each is followed once.
         self.dims: list[tuple[int, Linear]] = []
@@ -69,11 +73,11 @@ class Shape:
             self.dims += [dim for i, dim in enumerate(dims) if dim not in self.dims + dims[:i]]
             self.dims_of.append([self.dims.index(dim) for dim in dims])
         # What changes with the tile of an axis: dimensions, and the accesses that have one of them.
-        self.moves: dict[int, tuple[list[int], list[int]]] = {}
-        for axis in {c.axis for _at, c in self.levels}:
-            moved = [d for d, (_size, form) in enumerate(self.dims) if axis in form]
+        self.moves: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        for axes in {(c.axis, c.also) for _at, c in self.levels}:
+            moved = [d for d, (_size, form) in enumerate(self.dims) if not form.keys().isdisjoint(axes)]
             seen = [k for k, dims in enumerate(self.dims_of) if not set(moved).isdisjoint(dims)]
-            self.moves[axis] = moved, seen
+            self.moves[axes] = moved, seen
 
 
 class Walk:
@@ -81,10 +85,14 @@ class Walk:
 
     Attributes
     ----------
-    levels : list of (int, Component)
+    levels : list of (Extent, Component)
         The ``L`` loops, innermost first.
-    steps : list of Value
-        For each, by how much its axis moves from one iteration to the next.
+    positions : list of Value
+        Of these loops.
+    last : Value
+        Position of the innermost one.
+    steps, also_steps : list of Value
+        For each, by how much its axis, and the other that moves with it, move from one iteration to the next.
     extents : numpy.ndarray
         float32 ``[L + 1, n]``, zero in the last row: no loop.
     open, single : numpy.ndarray
@@ -103,11 +111,13 @@ class Walk:
         kept = [i for i, extent in enumerate(every) if isinstance(extent, np.ndarray) or extent != 1.0]
         extents = [every[i] for i in kept]
         self.levels = [shape.levels[i] for i in kept]
-        self._strides, self.last = shape.strides[:, kept], shape.last
+        self.positions = [env.get(position) for position, _component in self.levels]
+        self._strides, self.last = shape.strides[:, kept], env.get(shape.count) - 1.0
         self._lanes = [_Lanes(access, env.n) for access in (*shape.rank, *shape.others)]
         self._ranked = self._lanes[: len(shape.rank)]
         self._joined: list[tuple[np.ndarray | bool, list[np.ndarray]]] = []
         self.steps: list[Value] = []
+        self.also_steps: list[Value] = []
         self.extents = np.zeros((len(kept) + 1, env.n), dtype=np.float32)
         self.points = np.ones_like(self.extents)
         self.bytes = np.empty_like(self.extents)
@@ -116,10 +126,10 @@ class Walk:
             np.multiply(self.points[i], extent, out=self.points[i + 1])
         self.open = self.extents[:-1] > 1.0
         self.single = ~self.open
-        self._follow_accesses(shape, extents)
+        self._follow_accesses(shape, env, extents)
         self.rows = self._rows(shape, env)
 
-    def _follow_accesses(self, shape: Shape, extents: list[Value]) -> None:
+    def _follow_accesses(self, shape: Shape, env: Env, extents: list[Value]) -> None:
         tiles: dict[int, Value] = {}
         spans: list[Value] = [span(size, form, tiles) for size, form in shape.dims]
 
@@ -129,11 +139,16 @@ class Walk:
         touched = [touched_by(k) for k in range(len(shape.rank))]
         self.bytes[0] = sum(touched)
         for i, ((_position, component), extent) in enumerate(zip(self.levels, extents, strict=True)):
-            axis = component.axis
-            self.steps.append(tiles.get(axis, 1.0))
+            axis, also = component.axis, component.also
+            tile = tiles.get(axis, 1.0)
+            step = tile if component.step is None else env.get(component.step)
+            self.steps.append(step)
+            self.also_steps.append(tiles.get(also, 1.0))
             if axis >= 0:
-                tiles[axis] = self.steps[-1] * extent
-            moved, seen = shape.moves[axis]
+                tiles[axis] = tile * extent if component.step is None else tile + step * (extent - 1.0)
+            if also >= 0:
+                tiles[also] = self.also_steps[-1] * extent
+            moved, seen = shape.moves[axis, also]
             for d in moved:
                 spans[d] = span(*shape.dims[d], tiles)
             for k in seen:
@@ -271,13 +286,25 @@ def summarise(
     points, rows = walk.points, walk.rows
     cuts = [env.get(cut) for cut in nest.all_cuts()]
 
-    depth, lengths = _vector(nest, walk, cuts, vector_limit)
+    depth, lengths, first = _vector(nest, walk, cuts, vector_limit)
     vector, *runs = pick(points, np.stack([depth, *lengths]))
+    fused: Value = 1.0 if parallel is None else parallel
+    whole: np.ndarray | None = None
+    if parallel is None and parallel_limit > 0:
+        fused = _fused(nest, env, cuts, first, parallel_limit)
+        if vector_limit > 1:
+            whole = _whole(nest, walk, cuts)
+    if whole is not None:
+        fused = np.where(whole, np.ceil(points[-1] / vector_limit), fused)
+        vector = np.where(whole, np.float32(vector_limit), vector)
+        ramps = walk.join(len(walk.levels) - 1)[1] if walk.levels else []
+        runs = [np.where(whole & ramp, vector, run) for ramp, run in zip(ramps, runs, strict=True)]
     rows[_N["vector"]] = vector
-    for name, lanes in (("16", 16.0), ("8", 8.0)):
+    for lanes in (16, 8, 4):
         fill = vector / (np.ceil(vector / lanes) * lanes)
-        rows[_N[f"vector_fill_{name}"]] = fill
-        rows[_N[f"vector_x{name}"]] = fill == 1.0
+        rows[_N[f"vector_fill_{lanes}"]] = fill
+        if lanes > 4:
+            rows[_N[f"vector_x{lanes}"]] = fill == 1.0
     rows[_N["scalar"]] = vector == 1.0
     # Schedules with 24, 40 or 48 lanes measured 2 to 4 times slower, on average, than with 16, 32 or 64.
     exponent = np.log2(vector)
@@ -287,16 +314,18 @@ def summarise(
         rows[_N[f"vector_run_{k}"]] = run
         rows[_N[f"vector_whole_{k}"]] = run == vector
 
-    fused: Value = 1.0 if parallel is None else parallel
-    if parallel is None and parallel_limit > 0:
-        fused = _fused(nest, env, cuts, parallel_limit)
     rows[_N["parallel"]] = fused
     rows[_N["imbalance"]] = np.ceil(fused / cores) * cores / fused - 1.0
     rows[_N["grain"]] = points[-1] / fused
     rows[_LOGS] = log2(rows[_LOGS])
     rows[_N["inlined"]] = env.get(nest.inlined) if nest.inlined is not None else 0.0
     rows[_N["at_root"]] = env.get(nest.at_root) if nest.at_root is not None else 0.0
-    return Summary(rows.T.copy(), points, vector, walk.accumulators)
+    features = rows.T.copy()
+    if whole is not None:
+        loops = np.stack([rows[_N["vector"]], rows[_N["parallel"]], np.zeros_like(vector)], axis=1)
+        features[whole, _INNER] = loops[whole]
+        features[whole, _N["loops"]] = 0.0625 * (1.0 + (rows[_N["parallel"]][whole] > 0))
+    return Summary(features, points, vector, walk.accumulators)
 
 
 def unroll(summary: Summary, limit: Value) -> tuple[np.ndarray, np.ndarray]:
@@ -345,43 +374,60 @@ class _Lanes:
     def join(self, walk: Walk, i: int) -> np.ndarray | bool:
         """Let the loop of level `i` join those within it; True where the access allows it."""
         single, extent, points = walk.single[i], walk.extents[i], walk.points[i]
-        stride = self._stride(walk.levels[i][1].axis, walk.steps[i])
+        component = walk.levels[i][1]
+        stride = self._stride({component.axis: walk.steps[i], component.also: walk.also_steps[i]})
         if stride is None:
             self._run = self._run & single
             self.ramp = self._run | self._same
             return True
         allowed = (stride == self._next) | single
-        if walk.levels[i][0] == walk.last:
-            allowed = allowed | self._same  # it is the first that the access depends on
+        innermost = np.equal(walk.positions[i], walk.last)
+        allowed = allowed | (self._same & innermost)  # it is the first that the access depends on
         self._run = self._run & ((stride == points) | single)
         self._same = self._same & single
         self._next = np.where(single, self._next, stride * extent)
         self.ramp = self._run | self._same
         return allowed
 
-    def _stride(self, axis: int, step: Value) -> Value | None:
-        """Elements from one iteration to the next, as the postprocessor sees them: along one dimension."""
+    def _stride(self, steps: dict[int, Value]) -> Value | None:
+        """Elements from one iteration to the next, as the postprocessor sees them: along one dimension.
+
+        `steps` are those of the axes that move.
+        """
         strides = self._access.buffer.strides
         for size, form in zip(reversed(strides), reversed(self._access.index), strict=True):
-            if c := form.get(axis, 0.0):
-                return abs(c) * size * step
+            for axis, step in steps.items():
+                if c := form.get(axis, 0.0):
+                    return abs(c) * size * step
         return None
 
 
 def _vector(
     nest: Nest, walk: Walk, cuts: Sequence[Value], limit: float
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Levels that become the vector, and over which of them each ranked access is a ramp: uint8 ``[n]``."""
-    n, last = walk.points.shape[1], walk.last
+) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
+    """What becomes the vector.
+
+    Returns
+    -------
+    depth : numpy.ndarray
+        uint8 ``[n]``, how many levels.
+    lengths : list of numpy.ndarray
+        uint8 ``[n]``, over how many of them each ranked access is a ramp.
+    first : numpy.ndarray
+        float32 ``[n]``, the position of its outermost loop.
+    """
+    n = walk.points.shape[1]
     depth, goes_on = np.zeros(n, dtype=np.uint8), np.ones(n, dtype=bool)
     lengths = [depth.copy() for _access in nest.shape.rank]
+    first = np.full(n, np.inf, dtype=np.float32)
     # No vector across a loop whose body holds another block too.
     cut: Value = -1.0
     for one in cuts:
-        cut = np.maximum(cut, np.where(one < last, one, -1.0))
-    for i, (position, component) in enumerate(walk.levels):
+        cut = np.maximum(cut, one)
+    for i, (_position, component) in enumerate(walk.levels):
+        position = walk.positions[i]
         if cuts:
-            goes_on &= position > cut
+            goes_on &= np.greater(position, cut)
         if not component.is_reduce:
             goes_on &= walk.points[i + 1] <= limit
         if not goes_on.any():
@@ -389,24 +435,46 @@ def _vector(
         allowed, ramps = walk.join(i)
         goes_on &= allowed
         depth += goes_on
+        first = np.where(goes_on & walk.open[i], np.float32(position), first)
         for length, ramp in zip(lengths, ramps, strict=True):
             length += goes_on & ramp
-    return depth, lengths
+    return depth, lengths, first
 
 
-def _fused(nest: Nest, env: Env, cuts: Sequence[Value], limit: float) -> Value:
-    """Extent of the parallel loop: RewriteParallelVectorizeUnroll fuses outer loops up to the limit."""
+def _whole(nest: Nest, walk: Walk, cuts: Sequence[Value]) -> np.ndarray | None:
+    """Where all loops of a nest become one, which is split into a parallel loop and a vector; None if nowhere.
+
+    That is where none is a reduction or holds another block, and all could join one vector.
+    """
+    if any(component.is_reduce for _position, component in nest.shape.levels):
+        return None
+    whole = walk.points[-1] > 1.0
+    for cut in cuts:
+        whole &= np.less(cut, 0.0)
+    for i in range(len(walk.levels)):
+        if not whole.any():
+            return None
+        whole &= walk.join(i)[0]
+    return whole if whole.any() else None
+
+
+def _fused(nest: Nest, env: Env, cuts: Sequence[Value], first: np.ndarray, limit: float) -> Value:
+    """Extent of the parallel loop: RewriteParallelVectorizeUnroll fuses outer loops up to the limit.
+
+    `first` is the position of the vector's outermost loop: it takes precedence.
+    """
     fused = np.ones(env.n, dtype=np.float32)
     goes_on = np.ones(env.n, dtype=bool)
-    for position, component in reversed(nest.shape.levels):
-        extent = env.get(component.extent)
+    for at, component in reversed(nest.shape.levels):
+        position, extent = env.get(at), env.get(component.extent)
+        goes_on &= np.less(position, first)
         if component.is_reduce:
             goes_on &= extent <= 1.0
             continue
         fused *= np.where(goes_on, extent, np.float32(1.0))
         goes_on &= fused <= limit
         for cut in cuts:
-            goes_on &= cut != position
+            goes_on &= np.not_equal(cut, position)
         if not goes_on.any():
             break
     return fused
