@@ -39,6 +39,12 @@ def softmax(rows: int = 32, columns: int = 64) -> tvm.IRModule:
     return _module(x, topi.nn.softmax(x))
 
 
+def mean(rows: int = 128, columns: int = 768) -> tvm.IRModule:
+    x, k = te.placeholder((rows, columns), "float32", "X"), te.reduce_axis((0, columns), "k")
+    total = te.compute((rows, 1), lambda i, j: te.sum(x[i, k], axis=k), "total")
+    return _module(x, te.compute((rows, 1), lambda i, j: total[i, j] / float(columns), "mean"))
+
+
 def transpose(rows: int = 32, columns: int = 64) -> tvm.IRModule:
     from tvm import topi
 

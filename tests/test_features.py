@@ -15,7 +15,7 @@ from pretune.features.program import read_program
 from pretune.features.schema import ACTION, ACTION_TYPES, ANNOTATION, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
 from pretune.features.state import MAX_LOOPS
 from pretune.space import TaskSpace
-from programs import TARGET, conv2d_relu, matmul, softmax
+from programs import TARGET, conv2d_relu, matmul, mean, softmax
 
 POSTPROC = ACTION_TYPES.index("Postproc")
 EXACT = (
@@ -63,6 +63,40 @@ def test_the_symbolic_nest_is_the_real_one(mod):
                 assert main[i] == pytest.approx(real[STATE_BLOCK.index(made)], abs=1e-4), (name, k, row)
             compared += 1
     assert compared >= 6
+
+
+@pytest.mark.parametrize(
+    ("mod", "share"), [(mean(), 1.0), (softmax(128, 128), 0.85)], ids=["mean", "softmax"]
+)
+def test_the_nests_of_split_reductions_are_the_real_ones(mod, share):
+    """Partial results, what combines them, and what is computed under the loops of either or stands alone.
+
+    Of softmax, a tile within a fused parallel loop is not always told exactly.
+    """
+    space = TaskSpace.generate(mod, TARGET)
+    rng = np.random.default_rng(0)
+    right: dict[str, list[bool]] = {name: [] for name in ("points", "vector", "parallel", "accumulators")}
+    for k, design in enumerate(space.spaces):
+        encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
+        for row in design.sample(8, rng):
+            candidate = space.materialise(k, row)
+            if candidate is None:
+                continue
+            blocks = read_program(candidate.mod["main"])
+            state = encode_state(candidate.mod["main"], cores=2)
+            real = {b.name.removesuffix("_update"): s for b, s in zip(blocks, state.blocks, strict=True)}
+            env = Env([d[None] for d in candidate.decisions], 1)
+            for nest in encoder._final:
+                features = encoder._summary_of(nest, env).features[0]
+                name = nest.name
+                if name not in real:
+                    continue  # inlined
+                for what, results in right.items():
+                    made = real[name][STATE_BLOCK.index(REAL.get(what, what))]
+                    results.append(abs(features[NEST.index(what)] - made) < 1e-3)
+    assert all(len(results) >= 40 and np.mean(results) >= share for results in right.values()), {
+        what: np.mean(results) for what, results in right.items()
+    }
 
 
 def test_the_symbolic_nest_of_a_packed_program_is_nearly_always_the_real_one():

@@ -52,3 +52,19 @@ def test_the_search_proposes_none_of_much_code(weights, monkeypatch, most):
     proposals = TaskSearch(space, scorer).propose(12)
     sizes = [code_size(proposal.candidate.mod["main"]) for proposal in proposals]
     assert len(sizes) == 12 and max(sizes) <= most
+
+
+def test_a_design_space_that_is_refused_leaves_the_others(weights, monkeypatch):
+    """As where TVM can build nothing of what the model likes best."""
+    space = TaskSpace.generate(softmax(), TARGET)
+    scorer = TaskScorer(WorldModel(load_weights(weights), 1), space, hardware_for_target(TARGET, detect()))
+    (first,) = TaskSearch(space, scorer).propose(1, greedy=True)
+    materialise = space.materialise
+
+    def refuse(k: int, row: np.ndarray):
+        return None if k == first.candidate.space else materialise(k, row)
+
+    monkeypatch.setattr(space, "materialise", refuse)
+    (second,) = TaskSearch(space, scorer).propose(1, greedy=True)
+    assert second.candidate.space != first.candidate.space
+    assert len(TaskSearch(space, scorer).propose(16)) == 16

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+from tvm import te, topi
 
 from pretune.space import TaskSpace, factorisations
 from programs import TARGET, conv2d_relu, matmul, softmax, transpose
@@ -107,6 +108,60 @@ def test_a_strided_convolution_can_copy_its_input_first():
     tvm.ir.assert_structural_equal(again.mod, candidate.mod)
     with MeasurePool(TARGET, workers=1) as pool:
         assert pool.compare(mod, candidate.mod) is None
+
+
+def packed_spaces(mod):
+    """By the copies and moves that their traces hold, of the design spaces that copy an operand first."""
+    spaces = [design for design in TaskSpace.generate(mod, TARGET).spaces if design.first]
+    return [[i[0] for i in d.insts[: d.first]] for d in spaces], [
+        sum(i[0] == "ReverseComputeAt" for i in d.insts) for d in spaces
+    ]
+
+
+def strided(follow, size=28):
+    """A strided convolution, then what `follow` makes of its output: the function's further tensors."""
+    x, w = te.placeholder((1, 16, size, size), "float32", "X"), te.placeholder((16, 16, 3, 3), "float32", "W")
+    y = topi.nn.conv2d(x, w, 2, 1, 1, "NCHW")
+    return tvm.IRModule({"main": te.create_prim_func([x, w, *follow(y)]).with_attr("global_symbol", "main")})
+
+
+def test_what_follows_a_packed_convolution_follows_either_tile_or_neither():
+    prefixes, moved = packed_spaces(strided(lambda y: [topi.nn.relu(topi.add(y, 1.0))]))
+    assert moved == [0, 1, 2] or moved == [0, 1, 1]
+    assert all("TransformLayout" in prefix and prefix.count("ComputeInline") == 2 for prefix in prefixes)
+
+
+def test_an_output_keeps_its_shape_where_the_convolution_is_read_too():
+    mod = strided(lambda y: [y, topi.nn.relu(y)])
+    prefixes, _moved = packed_spaces(mod)
+    assert prefixes and not any("TransformLayout" in prefix for prefix in prefixes)
+
+
+def test_an_epilogue_that_reads_another_block_stays_where_it_is():
+    def follow(y):
+        z = te.placeholder((1, 16, 7, 7), "float32", "Z")
+        large = topi.image.resize2d(z, (0, 0, 7, 7), (14, 14), method="linear")
+        return [z, topi.nn.relu(topi.add(y, large))]
+
+    _prefixes, moved = packed_spaces(strided(follow))
+    assert moved  # the task has its packed design spaces, and no error
+
+
+@pytest.mark.parametrize(("produce", "inlined"), [(topi.exp, False), (topi.negative, True)])
+def test_a_costly_producer_is_not_repeated_for_every_place_of_the_kernel(produce, inlined):
+    from pretune.space.packing import find_packing
+
+    x, w = te.placeholder((1, 16, 29, 29), "float32", "X"), te.placeholder((16, 16, 3, 3), "float32", "W")
+    made = produce(x)
+    c, i, j = (te.reduce_axis((0, n), name) for name, n in (("c", 16), ("i", 3), ("j", 3)))
+    y = te.compute(
+        (1, 16, 14, 14),
+        lambda n, f, h, v: te.sum(made[n, c, 2 * h + i, 2 * v + j] * w[f, c, i, j], axis=[c, i, j]),
+        "Y",
+    )
+    mod = tvm.IRModule({"main": te.create_prim_func([x, w, y]).with_attr("global_symbol", "main")})
+    packing = find_packing(mod, 8)
+    assert packing is not None and (packing.producer is not None) == inlined
 
 
 @pytest.mark.parametrize(

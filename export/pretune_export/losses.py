@@ -14,23 +14,23 @@ from pretune_export.config import TrainConfig
 from pretune_export.distributed import shared
 from pretune_export.nets import Sizes, WorldModelNet
 
-
 TEMPERATURE = 0.2
-"""Of the choice that `choice_loss` expects, in natural log of latency: candidates so close are one as good."""
+"""Of the softmax in `choice_loss`, in natural log of latency."""
 
 
 def choice_loss(score: Tensor, target: Tensor, task: Tensor) -> Tensor:
     """What the first choice of each task is expected to lose: 1 - ``best / latency``, mean over tasks.
 
-    The choice is drawn with the softmax of the scores: the top-1 probabilities of ListNet (Cao et al., "Learning
-    to Rank: From Pairwise Approach to Listwise Approach", ICML 2007).
+    The choice is drawn with the softmax of the scores: the top-1 probabilities of ListNet (Cao et al.,
+    "Learning to Rank: From Pairwise Approach to Listwise Approach", ICML 2007).
     """
     groups = int(task.max()) + 1
     peak = torch.full((groups,), -math.inf).scatter_reduce(0, task, score.detach(), "amax")
     weight = ((score - peak[task]) / TEMPERATURE).exp()
     total = torch.zeros(groups).index_add_(0, task, weight)
-    gain = torch.zeros(groups).index_add_(0, task, weight * target.exp()) / total
-    return (1.0 - gain).mean()
+    gain = torch.zeros(groups).index_add_(0, task, weight * target.exp())
+    there = total > 0
+    return (1.0 - gain[there] / total[there]).mean()
 
 
 def ranking_loss(score: Tensor, target: Tensor, task: Tensor, regression: float) -> Tensor:

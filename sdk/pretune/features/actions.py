@@ -27,8 +27,8 @@ from pretune.features.nest import (
     describe_block,
     from_block,
     log2,
-    product,
     positions,
+    product,
     quotient,
     shared,
     slot_value,
@@ -334,15 +334,14 @@ class ActionEncoder:
         parts = [f if f is not None else quotient(loop.extent, known) for f in factors]
         if not loop.extent.slots and Env([], 1).get(loop.extent) == 1.0:
             # Splitting a loop of one iteration is no event; the parts still need names.
-            ones = [
-                NestLoop([Component(loop.components[-1].axis, const(1.0), loop.is_reduce)]) for _ in parts
-            ]
+            one = replace(loop.components[-1], extent=const(1.0), is_reduce=loop.is_reduce)
+            ones = [NestLoop([replace(one)], loop.present) for _ in parts]
             self._replace([loop], ones)
             self._values.update(zip(outputs, ones, strict=False))
             return
         # A split of a fused loop is laid to the innermost of its axes.
         inner = loop.components[-1]
-        new = [NestLoop([Component(inner.axis, part, inner.is_reduce, inner.also)]) for part in parts]
+        new = [NestLoop([replace(inner, extent=part)], loop.present) for part in parts]
         owner = self._replace([loop], new)
         for out, made in zip(outputs, new, strict=False):
             self._values[out] = made
@@ -421,12 +420,13 @@ class ActionEncoder:
         if not isinstance(loop, NestLoop) or owner is None or owner.written is None:
             self._add("RFactor")
             return
+        at = owner.loops.index(loop)
         made = _rfactor(owner, loop)
         self._nests.insert(self._nests.index(owner), made)
         share = self._share.get(id(owner), 0.0)
         self._share |= {id(made): share, id(owner): share / 16}  # to combine is little work
         self._values[outputs[0]] = made
-        self._add("RFactor", block=made, nest=made, loop=loop)
+        self._add("RFactor", block=made, nest=made, loop=made.loops[at])
 
     def _cache(self, name: str, inputs: list, attrs: list, outputs: list) -> None:
         nest = self._values.get(inputs[0])
@@ -501,9 +501,8 @@ class ActionEncoder:
             depth = len(block.loops) if block is not None else 1
             place = block.loops.index(loop) if block is not None and loop in block.loops else 0
             accesses = block.rank if block is not None else []
-            base[_AT_LOOP:_AT_DECISION] = describe_loop(
-                1.0, loop.is_reduce, place, depth, accesses, inner.axis
-            )
+            axis = inner.axis if any(a.stride(inner.axis) for a in accesses) else inner.also
+            base[_AT_LOOP:_AT_DECISION] = describe_loop(1.0, loop.is_reduce, place, depth, accesses, axis)
             slots |= loop_extent.slots
         frozen = self._freeze(nest) if nest is not None else None
         if frozen is not None:
@@ -543,8 +542,9 @@ class ActionEncoder:
     def _freeze(self, nest: Nest) -> Nest:
         """The nest as it is now; the same object as long as nothing about it changed."""
         key = (
-            nest.name, *(id(c) for c in nest.components), *(id(a.buffer) for a in nest.accesses),
-            id(nest.inlined), *(id(cut) for cut in nest.all_cuts()), nest.anchor is None,
+            nest.name, *(id(loop) for loop in nest.loops), *(id(a.buffer) for a in nest.accesses),
+            id(nest.inlined), *(id(cut) for cut in nest.all_cuts()),
+            *(id(other.depth) for other in self._nests if not other.gone),  # of `alone`
         )  # fmt: skip
         if key not in self._frozen:
             accesses = [Access(a.buffer, a.is_write, list(a.index)) for a in nest.accesses]
@@ -563,14 +563,15 @@ class ActionEncoder:
         return self._frozen[key]
 
     def _alone(self, nest: Nest) -> Extent:
-        """Whether none of a nest's loops holds another block."""
-        depths = [n.depth for n in self._nests if not n.gone and n.anchor is nest and n.depth is not None]
-        depths += [nest.depth] if nest.depth is not None else []
+        """Whether a nest shares no loop with a reduction: TVM then unrolls nothing of it."""
+        paths = [_path(nest, other) for other in self._nests if other.is_reduce and not other.gone]
+        found = [path for path in paths if path is not None]
 
         def evaluate(env: Env) -> Value:
-            return functools.reduce(np.multiply, [np.less(env.get(d), 0.0) for d in depths], 1.0)
+            together = [functools.reduce(np.minimum, map(env.get, path), np.inf) for path in found]
+            return np.less(functools.reduce(np.maximum, together, -np.inf), 0.0)
 
-        return Extent(evaluate, frozenset().union(*(d.slots for d in depths)))
+        return Extent(evaluate, frozenset().union(*(depth.slots for path in found for depth in path)))
 
     def _summary_of(self, nest: Nest, env: Env) -> Summary:
         if nest not in env.summaries:
@@ -608,7 +609,7 @@ class ActionEncoder:
         if nest not in env.unrolled:
             extent = self._annotated.get("meta_schedule.unroll_explicit")
             limit = env.get(extent) if extent is not None else 0.0
-            if nest.alone is not None and not nest.is_reduce:  # a reduction, or what shares a loop with one, is
+            if nest.alone is not None and not nest.is_reduce:
                 limit = np.where(env.get(nest.alone), 0.0, limit)
             env.unrolled[nest] = unroll(self._summary_of(nest, env), limit)
         return env.unrolled[nest]
@@ -623,6 +624,23 @@ class ActionEncoder:
         unroll = self._annotated.get("meta_schedule.unroll_explicit")
         for nest in reversed(left[:MAX_POSTPROC]):
             self._add("Postproc", block=nest, nest=nest, value=unroll)
+
+
+def _path(a: Nest, b: Nest) -> list[Extent] | None:
+    """The depths at which nests hang under each other between two of them; None if they do not."""
+    above: list[tuple[Nest, list[Extent]]] = [(a, [])]
+    while (last := above[-1][0]).anchor is not None and last.depth is not None:
+        above.append((last.anchor, [*above[-1][1], last.depth]))
+    depths: list[Extent] = []
+    nest: Nest | None = b
+    while nest is not None:
+        for one, between in above:
+            if one is nest:
+                return between + depths
+        if nest.depth is not None:
+            depths.append(nest.depth)
+        nest = nest.anchor
+    return None
 
 
 def _flat(values: Any) -> list[Any]:
@@ -698,7 +716,9 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
 
     def around(position: Extent) -> Extent:
         """Whether a loop of the anchor is then around the nest."""
-        return Extent(lambda env: np.less_equal(env.get(position), env.get(where)), position.slots | where.slots)
+        return Extent(
+            lambda env: np.less_equal(env.get(position), env.get(where)), position.slots | where.slots
+        )
 
     def within(position: Extent) -> Extent:
         return Extent(lambda env: np.greater(env.get(position), env.get(where)), position.slots | where.slots)
@@ -717,13 +737,18 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
     inner: list[Component] = []
     for position, loop in zip(positions(anchor.loops), anchor.loops, strict=False):
         here, below = around(position), within(position)
-        parts = [Component(anchor_axis.get(c.axis, -1), _where(here, c.extent), False) for c in loop.components]
+        parts = []
+        for c in loop.components:
+            own = anchor_axis.get(c.axis, -1)
+            axis, step = nest.parts.get(own, (own, None))
+            extent, also = _where(here, c.extent), own if axis != own else -1
+            parts.append(Component(axis, extent, False, also, step, c.is_reduce or c.serial))
         outer.append(NestLoop(parts, _both(here, loop.present)))
         inner += [replace(c, extent=_where(below, c.extent)) for c in loop.components]
-    slots = where.slots.union(*(c.extent.slots for c in inner)) if inner else where.slots
+    slots = where.slots.union(*(c.slots for c in inner))
 
     axes = {axis for c in inner for axis in (c.axis, c.also) if axis >= 0}
-    tiles = {axis: product([c.extent for c in inner if axis in (c.axis, c.also)]) for axis in axes}
+    tiles = {axis: _tile(axis, [c for c in inner if axis in (c.axis, c.also)]) for axis in axes}
 
     def needed(env: Env, d: int) -> Value:
         assert need is not None
@@ -731,7 +756,8 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
         return span(need.buffer.shape[d], form, {a: env.get(tile) for a, tile in tiles.items() if a in form})
 
     whole = [e for e, _r in nest.axes]
-    # What stays at the root keeps its loops. As a rule, those made anew are the same there.
+    # At the root a nest keeps its loops. Mostly these are its axes in order, the same as loops made anew, and
+    # no second set is needed.
     stays = location.slot is not None and [[c.axis for c in loop.components] for loop in nest.loops] != [
         [i] for i in range(len(nest.axes))
     ]
@@ -769,6 +795,22 @@ def _move(nest: Nest, location: _Location, reverse: bool) -> None:
     if location.slot is not None:
         nest.inlined = Extent(lambda env: np.equal(env.get(where), INLINE).astype(np.float32), where.slots)
         nest.at_root = Extent(lambda env: np.equal(env.get(where), ROOT).astype(np.float32), where.slots)
+
+
+def _tile(axis: int, components: Sequence[Component]) -> Extent:
+    """Points of an axis that loops over it span together, outermost first."""
+
+    def evaluate(env: Env) -> Value:
+        tile: Value = 1.0
+        for c in reversed(components):
+            extent = env.get(c.extent)
+            if c.step is None or c.also == axis:
+                tile = tile * extent
+            else:
+                tile = tile + env.get(c.step) * (extent - 1.0)
+        return tile
+
+    return Extent(evaluate, frozenset().union(*(c.slots for c in components)))
 
 
 def _where(holds: Extent, extent: Extent) -> Extent:
@@ -823,7 +865,7 @@ def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
         return out
 
     over = [other for other in owner.loops if other.is_reduce]
-    innermost = over[-1] is loop and len(over) > 1  # then what remains of the axis moves by whole parts
+    innermost = over[-1:] == [loop] and len(over) > 1  # then its axis goes on by `part` in what remains
     made = Nest(
         owner.name + "_rf",
         [(part, False), *(owner.axes[i] for i in spatial), (quotient(whole, [part]), True)],

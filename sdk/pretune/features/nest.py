@@ -153,6 +153,8 @@ class Component:
         Another axis that moves by one as well, as in a block that `rfactor` made; -1 for none.
     step : Extent or None
         By how much the axis moves; None where it goes on from what the loops within it cover.
+    serial : bool
+        Whether it is the loop of a reduction that the block is computed under.
     """
 
     axis: int
@@ -160,6 +162,7 @@ class Component:
     is_reduce: bool
     also: int = -1
     step: Extent | None = None
+    serial: bool = False
 
     @property
     def slots(self) -> frozenset[int]:
@@ -171,7 +174,7 @@ class Component:
 class NestLoop:
     """A loop around a block, outermost component first.
 
-    `present` tells whether there is such a loop, where that is for a decision to say: if not, its extent is 1.
+    `present` tells whether there is such a loop, where decisions do: if not, its extent is 1.
     """
 
     components: list[Component]
@@ -194,24 +197,24 @@ def positions(loops: Sequence[NestLoop]) -> list[Extent]:
     What is not present stands between two.
     """
     found: list[Extent] = []
-    certain, uncertain = 0, []
-    for loop in (*loops, None):
-        present = loop.present if loop is not None else None
-        found.append(_position(certain, list(uncertain), present))
-        if present is not None:
-            uncertain.append(present)
-        else:
-            certain += 1
-    return found
+    count = const(0)
+    for loop in loops:
+        found.append(count if loop.present is None else _between(count, loop.present))
+        count = _more(count, loop.present)
+    return [*found, count]
 
 
-def _position(certain: int, uncertain: list[Extent], present: Extent | None) -> Extent:
+def _between(count: Extent, present: Extent) -> Extent:
     def evaluate(env: Env) -> Value:
-        position = sum((env.get(one) for one in uncertain), float(certain))
-        return position if present is None else position - 0.5 * np.logical_not(env.get(present))
+        return env.get(count) - 0.5 * np.logical_not(env.get(present))
 
-    every = uncertain if present is None else [*uncertain, present]
-    return Extent(evaluate, frozenset().union(*(one.slots for one in every)))
+    return Extent(evaluate, count.slots | present.slots)
+
+
+def _more(count: Extent, present: Extent | None) -> Extent:
+    if present is None:
+        return Extent(lambda env: env.get(count) + 1.0, count.slots)
+    return Extent(lambda env: env.get(count) + env.get(present), count.slots | present.slots)
 
 
 @dataclass(eq=False)
@@ -287,10 +290,12 @@ class Nest:
     def all_cuts(self) -> list[Extent]:
         if self.anchor is None or self.depth is None:
             return list(self.cuts)
+        inherited = []
         for cut in self.anchor.all_cuts():  # where they lie within the loops that are shared
             if cut not in self._of_anchor:
                 self._of_anchor[cut] = shared(cut, self.depth)
-        return self.cuts + [self._of_anchor[cut] for cut in self.anchor.all_cuts()]
+            inherited.append(self._of_anchor[cut])
+        return self.cuts + inherited
 
     @property
     def written(self) -> Buffer | None:
@@ -309,7 +314,8 @@ class Nest:
     def slots(self) -> frozenset[int]:
         """All decision slots that the nest's shape depends on."""
         out = frozenset().union(*(c.slots for c in self.components))
-        for extra in (*(l.present for l in self.loops), self.inlined, self.at_root, self.alone, *self.all_cuts()):
+        present = [loop.present for loop in self.loops]
+        for extra in (*present, self.inlined, self.at_root, self.alone, *self.all_cuts()):
             out = out | extra.slots if extra is not None else out
         return out
 

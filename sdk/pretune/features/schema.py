@@ -9,8 +9,8 @@ from __future__ import annotations
 SCHEMA_VERSION = 3
 
 CAPACITIES = (256, 512, 2 << 10, 24 << 10, 192 << 10, 768 << 10, 4 << 20, 32 << 20)
-"""Bytes of the imagined memories at which reuse is summarised: the registers of SSE, AVX2 and AVX-512, and caches
-from half of a first level to a large last one."""
+"""Bytes of the imagined memories at which reuse is summarised: the registers of SSE, AVX2 and AVX-512, and
+caches from half of a first level to a large last one."""
 
 ACCESSES = 4
 """Accesses of a block that are described: the write, then the largest reads."""

@@ -188,6 +188,11 @@ class Walk:
             strides = np.full((len(shape.rank), len(self.levels) + 1), -1.0, dtype=np.float32)
             strides[:, :-1] = self._strides
             stride = strides.take(before[0], axis=1)
+            if any(component.step is not None for _position, component in self.levels):
+                steps = np.ones_like(points)
+                for i, (_position, component) in enumerate(self.levels):
+                    steps[i] = self.steps[i] if component.step is not None else 1.0
+                stride = np.where(stride > 0, stride * pick(steps, before[0]), stride)
             rows[_each("inner_stride_0", len(stride), 3)] = stride + 1.0
             rows[_each("inner_broadcast_0", len(stride), 3)] = stride == 0
             rows[_each("inner_contiguous_0", len(stride), 3)] = stride == 1
@@ -217,8 +222,9 @@ class Walk:
             allowed: np.ndarray | bool = self.single[level]
             if not self.levels[level][1].is_reduce:
                 allowed = True
+                innermost = np.equal(self.positions[level], self.last)
                 for lanes in self._lanes:
-                    allowed = allowed & lanes.join(self, level)
+                    allowed = allowed & lanes.join(self, level, innermost)
             self._joined.append((allowed, [lanes.ramp for lanes in self._ranked]))
         return self._joined[i]
 
@@ -297,14 +303,13 @@ def summarise(
     if whole is not None:
         fused = np.where(whole, np.ceil(points[-1] / vector_limit), fused)
         vector = np.where(whole, np.float32(vector_limit), vector)
-        ramps = walk.join(len(walk.levels) - 1)[1] if walk.levels else []
+        ramps = walk.join(len(walk.levels) - 1)[1]
         runs = [np.where(whole & ramp, vector, run) for ramp, run in zip(ramps, runs, strict=True)]
     rows[_N["vector"]] = vector
     for lanes in (16, 8, 4):
-        fill = vector / (np.ceil(vector / lanes) * lanes)
-        rows[_N[f"vector_fill_{lanes}"]] = fill
-        if lanes > 4:
-            rows[_N[f"vector_x{lanes}"]] = fill == 1.0
+        rows[_N[f"vector_fill_{lanes}"]] = vector / (np.ceil(vector / lanes) * lanes)
+    for lanes in (16, 8):
+        rows[_N[f"vector_x{lanes}"]] = rows[_N[f"vector_fill_{lanes}"]] == 1.0
     rows[_N["scalar"]] = vector == 1.0
     # Schedules with 24, 40 or 48 lanes measured 2 to 4 times slower, on average, than with 16, 32 or 64.
     exponent = np.log2(vector)
@@ -371,7 +376,7 @@ class _Lanes:
         self._same = np.ones(n, dtype=bool)  # whether they are one element
         self.ramp = self._same  # whether they are either
 
-    def join(self, walk: Walk, i: int) -> np.ndarray | bool:
+    def join(self, walk: Walk, i: int, innermost: np.ndarray | np.bool) -> np.ndarray | bool:
         """Let the loop of level `i` join those within it; True where the access allows it."""
         single, extent, points = walk.single[i], walk.extents[i], walk.points[i]
         component = walk.levels[i][1]
@@ -381,7 +386,6 @@ class _Lanes:
             self.ramp = self._run | self._same
             return True
         allowed = (stride == self._next) | single
-        innermost = np.equal(walk.positions[i], walk.last)
         allowed = allowed | (self._same & innermost)  # it is the first that the access depends on
         self._run = self._run & ((stride == points) | single)
         self._same = self._same & single
@@ -442,7 +446,7 @@ def _vector(
 
 
 def _whole(nest: Nest, walk: Walk, cuts: Sequence[Value]) -> np.ndarray | None:
-    """Where all loops of a nest become one, which is split into a parallel loop and a vector; None if nowhere.
+    """Where all loops become one, which is split into a parallel loop and a vector; None if nowhere.
 
     That is where none is a reduction or holds another block, and all could join one vector.
     """
@@ -468,7 +472,7 @@ def _fused(nest: Nest, env: Env, cuts: Sequence[Value], first: np.ndarray, limit
     for at, component in reversed(nest.shape.levels):
         position, extent = env.get(at), env.get(component.extent)
         goes_on &= np.less(position, first)
-        if component.is_reduce:
+        if component.is_reduce or component.serial:
             goes_on &= extent <= 1.0
             continue
         fused *= np.where(goes_on, extent, np.float32(1.0))

@@ -128,15 +128,19 @@ class TaskSearch:
         Exploration-Exploitation Tradeoffs in Gaussian Process Bandit Optimization", JMLR 2014.
         """
         several = max(n, FEWEST)  # where one is wanted, TVM may refuse many before it
-        tops = [self._top(pool, 64 * several) for pool in pools]
+        tops = [
+            [(i, value) for i, value in self._top(pool, 64 * several) if pool.rows[i].tobytes() not in tried]
+            for pool, tried in zip(pools, self._tried, strict=True)
+        ]
         order = sorted(((value, k, i) for k, top in enumerate(tops) for i, value in top), reverse=True)
-        del order[min(64 * several, MOST_JOINT) :]
+        del order[max(64, min(64 * several, MOST_JOINT) - several * len(pools)) :]
         if not order:
             return
+        bar = order[min(len(order), 8 * several) - 1][0]
         # Should TVM refuse all that ranks high in one design space, there are the others.
         known = {(k, i) for _value, k, i in order}
-        order += [(value, k, i) for k, top in enumerate(tops) for i, value in top[:several] if (k, i) not in known]
-        bar = order[min(len(order), 8 * several) - 1][0]
+        others = [(value, k, i) for k, top in enumerate(tops) for i, value in top[:several]]
+        order += [one for one in others if one[1:] not in known]
         value = np.array([item[0] for item in order])
         mean, covariance = value, None
         if explore:

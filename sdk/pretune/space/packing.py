@@ -11,11 +11,12 @@ The copy is made by the trace itself, with stock instructions, so that stock TVM
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pretune.features.program import Access, Axis, Block, read_program
+from pretune.features.program import OPS, Access, Axis, Block, read_program
+from pretune.intake.task import parameter_buffers
 
 if TYPE_CHECKING:
     import tvm
@@ -62,6 +63,7 @@ def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
         Elements of the widest vector.
     """
     every = read_program(mod["main"])
+    parameters = {str(buffer.name) for buffer in parameter_buffers(mod["main"]) if buffer is not None}
     block = max((b for b in every if b.is_reduce), key=lambda b: b.points * b.cost, default=None)
     if block is None:
         return None
@@ -72,30 +74,42 @@ def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
         if len(others) == 1 and others[0].buffer.name != read.buffer.name:
             found = _packing_of(block, write, read, others[0], lanes)
             if found is not None:
-                epilogue = _epilogue(every, block) if len(found.fused) > 1 else ()
-                return replace(found, producer=_producer(every, block, read), epilogue=epilogue)
+                epilogue = _epilogue(every, block, parameters) if len(found.fused) > 1 else ()
+                return replace(found, producer=_producer(every, block, read, parameters), epilogue=epilogue)
     return None
 
 
-def _producer(blocks: Sequence[Block], block: Block, read: Access) -> str | None:
-    """Name of the block that makes what `block` reads there, if it is for that alone and no reduction."""
+def _producer(blocks: Sequence[Block], block: Block, read: Access, kept: Set[str]) -> str | None:
+    """Name of the block that makes what `block` reads there, if it may be made part of the copy.
+
+    That is what pads, or is as cheap: each element is copied for every place of the kernel. `kept` are names
+    of the function's own buffers.
+    """
     reads = [b for b in blocks if any(a.buffer is read.buffer and not a.is_write for a in b.accesses)]
     writes = [b for b in blocks if any(a.buffer is read.buffer and a.is_write for a in b.accesses)]
-    alone = len(writes) == 1 and reads == [block] and not writes[0].is_reduce
-    return writes[0].name if alone else None
+    if len(writes) != 1 or reads != [block] or read.buffer.name in kept or writes[0].is_reduce:
+        return None
+    costly = any(writes[0].ops[OPS.index(name)] for name in ("div", "special"))
+    alone = sum(a.is_write for a in writes[0].accesses) == 1
+    return writes[0].name if alone and not costly else None
 
 
-def _epilogue(blocks: Sequence[Block], block: Block) -> tuple[str, ...]:
-    """Names of the blocks that read what `block` writes, one after the other, each at the same place."""
+def _epilogue(blocks: Sequence[Block], block: Block, kept: Set[str]) -> tuple[str, ...]:
+    """Names of the blocks that read what `block` writes, one after the other, each at the same place.
+
+    `kept` are names of the function's own buffers: of what the blocks write, only the last may be one.
+    """
     found: list[str] = []
     shape = [axis.extent for axis in block.axes if not axis.is_reduce]
     while True:
-        (write,) = [a for a in block.accesses if a.is_write][:1]
+        write = next(a for a in block.accesses if a.is_write)
         readers = [b for b in blocks if any(a.buffer is write.buffer and not a.is_write for a in b.accesses)]
         readers = [b for b in readers if b is not block]
         if not readers:
             return tuple(found)
-        (block, *others) = readers
+        if write.buffer.name in kept:
+            return ()
+        block, *others = readers
         plain = [{_loop(axis): 1.0} for axis in block.axes]
         if others or block.is_reduce or [axis.extent for axis in block.axes] != shape:
             return ()
@@ -152,7 +166,7 @@ def pack(schedule: Schedule, packing: Packing) -> None:
     block = schedule.get_sblock(packing.block)
     stmt: Any = schedule.get(block)
     extents = [int(v.dom.extent) for v in stmt.iter_vars]
-    reduced = [i for i, v in enumerate(stmt.iter_vars) if int(v.iter_type) == COMMUTATIVE_REDUCE]
+    spatial = [i for i, v in enumerate(stmt.iter_vars) if int(v.iter_type) != COMMUTATIVE_REDUCE]
     names = [r.source if hasattr(r, "source") else r.buffer for r in stmt.reads]  # the first since TVM 0.27
     read = [str(buffer.name) for buffer in names].index(packing.buffer)
 
@@ -193,7 +207,6 @@ def pack(schedule: Schedule, packing: Packing) -> None:
     if not packing.epilogue:
         return
     # Where an axis of the output is two of the epilogue's, TVM cannot tell which part of it a tile makes.
-    spatial = [i for i in range(len(extents)) if i not in reduced]
     at = [spatial.index(i) for i in packing.fused]
 
     def flat(*axes: Any) -> list[Any]:
@@ -212,9 +225,9 @@ def pack(schedule: Schedule, packing: Packing) -> None:
 def with_epilogue(schedule: Schedule, packing: Packing) -> list[Schedule]:
     """The design spaces that one of MetaSchedule's gives, by where the epilogue follows the tiles.
 
-    MetaSchedule has an epilogue follow either tile of a convolution, or neither, if it writes where it reads.
-    What `pack` makes does not: there it caches the output instead, to copy it, which is of no use. So its
-    spaces without such a copy are kept, and the epilogue is moved here.
+    MetaSchedule moves an epilogue under either tile only if it writes at the indices it reads. After `pack`
+    it does not, so MetaSchedule caches the output instead, which only adds a copy. Those spaces are dropped,
+    and the epilogue is moved here.
 
     Parameters
     ----------
@@ -241,7 +254,11 @@ def with_epilogue(schedule: Schedule, packing: Packing) -> list[Schedule]:
     for tiles in (1, 2):
         moved = schedule.copy()
         block, last = moved.get_sblock(packing.block), moved.get_sblock(packing.epilogue[-1])
-        moved.reverse_compute_at(last, moved.get_loops(block)[tiles * spatial - 1], preserve_unit_loops=True)
+        loop = moved.get_loops(block)[tiles * spatial - 1]
+        try:
+            moved.reverse_compute_at(last, loop, preserve_unit_loops=True)
+        except RuntimeError:  # It also reads what another block makes.
+            continue
         out.append(moved)
     return out
 

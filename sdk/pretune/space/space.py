@@ -253,12 +253,12 @@ class TaskSpace:
             except RuntimeError:  # TVM refuses the copy; the task has its other design spaces.
                 schedules, postprocs = [], []
             contexts.append(context)
+            program = packed.mod  # one object: what is read of it is read once
             for schedule in schedules:
                 whole = packed.copy()
                 schedule.trace.apply_to_schedule(whole, remove_postproc=True)
                 designs += [
-                    DesignSpace(mod, each, postprocs, seed, packed.mod)
-                    for each in with_epilogue(whole, packing)
+                    DesignSpace(mod, each, postprocs, seed, program) for each in with_epilogue(whole, packing)
                 ]
         space = cls(mod, target, designs)
         space._contexts = contexts  # The postprocessors hold a raw pointer to theirs.
