@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pretune.features.program import OPS, Access, Axis, Block, read_program
-from pretune.intake.task import parameter_buffers
 
 if TYPE_CHECKING:
     import tvm
@@ -62,6 +61,8 @@ def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
     lanes : int
         Elements of the widest vector.
     """
+    from pretune.intake.task import parameter_buffers  # imports TVM
+
     every = read_program(mod["main"])
     parameters = {str(buffer.name) for buffer in parameter_buffers(mod["main"]) if buffer is not None}
     block = max((b for b in every if b.is_reduce), key=lambda b: b.points * b.cost, default=None)
