@@ -75,7 +75,9 @@ def test_the_nests_of_split_reductions_are_the_real_ones(mod, share):
     """
     space = TaskSpace.generate(mod, TARGET)
     rng = np.random.default_rng(0)
-    right: dict[str, list[bool]] = {name: [] for name in ("points", "vector", "parallel", "accumulators")}
+    names = ("points", "vector", "parallel", "accumulators", "unrolled")
+    right: dict[str, list[bool]] = {name: [] for name in names}
+    compared = set()
     for k, design in enumerate(space.spaces):
         encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
         for row in design.sample(8, rng):
@@ -87,13 +89,16 @@ def test_the_nests_of_split_reductions_are_the_real_ones(mod, share):
             real = {b.name.removesuffix("_update"): s for b, s in zip(blocks, state.blocks, strict=True)}
             env = Env([d[None] for d in candidate.decisions], 1)
             for nest in encoder._final:
-                features = encoder._summary_of(nest, env).features[0]
+                features = np.empty((1, len(NEST)), dtype=np.float32)
+                encoder._describe_nest(features, nest, env, unrolled=True)
                 name = nest.name
                 if name not in real:
                     continue  # inlined
+                compared.add(name)
                 for what, results in right.items():
                     made = real[name][STATE_BLOCK.index(REAL.get(what, what))]
-                    results.append(abs(features[NEST.index(what)] - made) < 1e-3)
+                    results.append(abs(features[0, NEST.index(what)] - made) < 1e-3)
+    assert sum(name.endswith("_rf") for name in compared) >= 1
     assert all(len(results) >= 40 and np.mean(results) >= share for results in right.values()), {
         what: np.mean(results) for what, results in right.items()
     }

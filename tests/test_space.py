@@ -127,7 +127,7 @@ def strided(follow, size=28):
 
 def test_what_follows_a_packed_convolution_follows_either_tile_or_neither():
     prefixes, moved = packed_spaces(strided(lambda y: [topi.nn.relu(topi.add(y, 1.0))]))
-    assert moved == [0, 1, 2] or moved == [0, 1, 1]
+    assert moved == [0, 1, 1]
     assert all("TransformLayout" in prefix and prefix.count("ComputeInline") == 2 for prefix in prefixes)
 
 

@@ -34,7 +34,7 @@ NOISE = 0.05
 """Of a measurement, in natural log of latency."""
 
 MOST_JOINT = 1024
-"""Candidates that a batch is chosen from, at most: their covariance has the square of so many numbers."""
+"""Candidates that a batch is chosen from, about: their covariance has the square of so many numbers."""
 
 LOCAL = 0.25
 """Share of a batch, once trials exist, that is taken among the neighbours of the best of them."""
@@ -133,10 +133,10 @@ class TaskSearch:
             for pool, tried in zip(pools, self._tried, strict=True)
         ]
         order = sorted(((value, k, i) for k, top in enumerate(tops) for i, value in top), reverse=True)
-        del order[max(64, min(64 * several, MOST_JOINT) - several * len(pools)) :]
         if not order:
             return
         bar = order[min(len(order), 8 * several) - 1][0]
+        del order[max(64, min(64 * several, MOST_JOINT) - several * len(pools)) :]
         # Should TVM refuse all that ranks high in one design space, there are the others.
         known = {(k, i) for _value, k, i in order}
         others = [(value, k, i) for k, top in enumerate(tops) for i, value in top[:several]]

@@ -50,6 +50,11 @@ class Packing:
     producer: str | None = None
     epilogue: tuple[str, ...] = ()
 
+    @property
+    def plain(self) -> Packing:
+        """The same copy, and nothing beside it."""
+        return replace(self, producer=None, epilogue=())
+
 
 def find_packing(mod: tvm.IRModule, lanes: int) -> Packing | None:
     """The operand of a program that is worth a copy.

@@ -245,21 +245,22 @@ class TaskSpace:
         designs = [DesignSpace(mod, schedule, postprocs, seed) for schedule in schedules]
         contexts = [context]
         packing = find_packing(mod, lanes) if (lanes := _lanes(target)) else None
-        if packing is not None:
+        for copied in (packing, packing.plain) if packing is not None else ():
             packed = Schedule(mod, error_render_level="none")
             try:
-                pack(packed, packing)
+                pack(packed, copied)
                 context, schedules, postprocs = _generate(packed.mod, target, seed)
-            except RuntimeError:  # TVM refuses the copy; the task has its other design spaces.
-                schedules, postprocs = [], []
+            except RuntimeError:  # TVM refuses the copy, or what goes with it.
+                continue
             contexts.append(context)
             program = packed.mod  # one object: what is read of it is read once
             for schedule in schedules:
                 whole = packed.copy()
                 schedule.trace.apply_to_schedule(whole, remove_postproc=True)
                 designs += [
-                    DesignSpace(mod, each, postprocs, seed, program) for each in with_epilogue(whole, packing)
+                    DesignSpace(mod, each, postprocs, seed, program) for each in with_epilogue(whole, copied)
                 ]
+            break
         space = cls(mod, target, designs)
         space._contexts = contexts  # The postprocessors hold a raw pointer to theirs.
         return space
