@@ -38,6 +38,20 @@ def nests(encoder, candidate):
     return main, real
 
 
+def scheduled(mod, each, *, packed=False):
+    """Up to `each` candidates of every design space, or of the packed ones, with their encoders."""
+    space = TaskSpace.generate(mod, TARGET)
+    rng = np.random.default_rng(0)
+    for k, design in enumerate(space.spaces):
+        if packed and not design.first:
+            continue
+        encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
+        for row in design.sample(each, rng):
+            candidate = space.materialise(k, row)
+            if candidate is not None:
+                yield encoder, candidate
+
+
 @pytest.mark.parametrize("mod", [matmul(512, 512, 512), conv2d_relu(64, 64, 56)], ids=["matmul", "conv2d"])
 def test_the_symbolic_nest_is_the_real_one(mod):
     """The costliest block's nest, computed from decisions alone, against the scheduled program's own.
@@ -45,23 +59,17 @@ def test_the_symbolic_nest_is_the_real_one(mod):
     Large programs, so that no cache-sized tile reaches the fused parallel loop, whose parts the real program
     no longer shows.
     """
-    space = TaskSpace.generate(mod, TARGET)
-    rng = np.random.default_rng(0)
     compared = 0
-    for k, design in enumerate(space.spaces):
-        encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
-        for row in design.sample(6, rng):
-            candidate = space.materialise(k, row)
-            if candidate is None:
-                continue
-            main, real = nests(encoder, candidate)
-            for name in EXACT:
-                i = NEST.index(name)
-                assert main[i] == pytest.approx(real[STATE_BLOCK.index(name)], abs=1e-4), (name, k, row)
-            for name, made in REAL.items():
-                i = NEST.index(name)
-                assert main[i] == pytest.approx(real[STATE_BLOCK.index(made)], abs=1e-4), (name, k, row)
-            compared += 1
+    for encoder, candidate in scheduled(mod, 6):
+        main, real = nests(encoder, candidate)
+        where = candidate.space, candidate.decisions
+        for name in EXACT:
+            i = NEST.index(name)
+            assert main[i] == pytest.approx(real[STATE_BLOCK.index(name)], abs=1e-4), (name, *where)
+        for name, made in REAL.items():
+            i = NEST.index(name)
+            assert main[i] == pytest.approx(real[STATE_BLOCK.index(made)], abs=1e-4), (name, *where)
+        compared += 1
     assert compared >= 6
 
 
@@ -73,32 +81,24 @@ def test_the_nests_of_split_reductions_are_the_real_ones(mod, share):
 
     Of softmax, a tile within a fused parallel loop is not always told exactly.
     """
-    space = TaskSpace.generate(mod, TARGET)
-    rng = np.random.default_rng(0)
     names = ("points", "vector", "parallel", "accumulators", "unrolled")
     right: dict[str, list[bool]] = {name: [] for name in names}
     compared = set()
-    for k, design in enumerate(space.spaces):
-        encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
-        for row in design.sample(8, rng):
-            candidate = space.materialise(k, row)
-            if candidate is None:
-                continue
-            blocks = read_program(candidate.mod["main"])
-            state = encode_state(candidate.mod["main"], cores=2)
-            real = {b.name.removesuffix("_update"): s for b, s in zip(blocks, state.blocks, strict=True)}
-            env = Env([d[None] for d in candidate.decisions], 1)
-            for nest in encoder._final:
-                features = np.empty((1, len(NEST)), dtype=np.float32)
-                encoder._describe_nest(features, nest, env, unrolled=True)
-                name = nest.name
-                if name not in real:
-                    continue  # inlined
-                compared.add(name)
-                for what, results in right.items():
-                    made = real[name][STATE_BLOCK.index(REAL.get(what, what))]
-                    results.append(abs(features[0, NEST.index(what)] - made) < 1e-3)
-    assert sum(name.endswith("_rf") for name in compared) >= 1
+    for encoder, candidate in scheduled(mod, 8):
+        blocks = read_program(candidate.mod["main"])
+        state = encode_state(candidate.mod["main"], cores=2)
+        real = {b.name.removesuffix("_update"): s for b, s in zip(blocks, state.blocks, strict=True)}
+        env = Env([d[None] for d in candidate.decisions], 1)
+        for nest in encoder._final:
+            if nest.name not in real:
+                continue  # inlined
+            compared.add(nest.name)
+            features = np.empty((1, len(NEST)), dtype=np.float32)
+            encoder._describe_nest(features, nest, env, unrolled=True)
+            for what, results in right.items():
+                made = real[nest.name][STATE_BLOCK.index(REAL.get(what, what))]
+                results.append(abs(features[0, NEST.index(what)] - made) < 1e-3)
+    assert any(name.endswith("_rf") for name in compared)
     assert all(len(results) >= 40 and np.mean(results) >= share for results in right.values()), {
         what: np.mean(results) for what, results in right.items()
     }
@@ -106,22 +106,12 @@ def test_the_nests_of_split_reductions_are_the_real_ones(mod, share):
 
 def test_the_symbolic_nest_of_a_packed_program_is_nearly_always_the_real_one():
     """Where two axes became one, ``x // 28`` and ``x % 28`` make what a tile touches hard to tell exactly."""
-    mod = conv2d_relu(64, 64, 56, stride=2)
-    space = TaskSpace.generate(mod, TARGET)
-    rng = np.random.default_rng(0)
     right: dict[str, list[bool]] = {name: [] for name in ("vector", "parallel", "accumulators", "unrolled")}
-    for k, design in enumerate(space.spaces):
-        if not design.first:
-            continue
-        encoder = ActionEncoder(read_program(design.program["main"]), design.insts, 2, design.first)
-        for row in design.sample(8, rng):
-            candidate = space.materialise(k, row)
-            if candidate is None:
-                continue
-            main, real = nests(encoder, candidate)
-            for name, results in right.items():
-                made = real[STATE_BLOCK.index(REAL.get(name, name))]
-                results.append(abs(main[NEST.index(name)] - made) < 1e-3)
+    for encoder, candidate in scheduled(conv2d_relu(64, 64, 56, stride=2), 8, packed=True):
+        main, real = nests(encoder, candidate)
+        for name, results in right.items():
+            made = real[STATE_BLOCK.index(REAL.get(name, name))]
+            results.append(abs(main[NEST.index(name)] - made) < 1e-3)
     assert all(len(results) >= 12 and np.mean(results) >= 0.8 for results in right.values()), right
 
 

@@ -111,11 +111,10 @@ def test_a_strided_convolution_can_copy_its_input_first():
 
 
 def packed_spaces(mod):
-    """By the copies and moves that their traces hold, of the design spaces that copy an operand first."""
+    """Of design spaces that copy an operand first: what makes the copy, and loops blocks are moved under."""
     spaces = [design for design in TaskSpace.generate(mod, TARGET).spaces if design.first]
-    return [[i[0] for i in d.insts[: d.first]] for d in spaces], [
-        sum(i[0] == "ReverseComputeAt" for i in d.insts) for d in spaces
-    ]
+    moves = [[i[1][1] for i in d.insts if i[0] == "ReverseComputeAt"] for d in spaces]
+    return [[i[0] for i in d.insts[: d.first]] for d in spaces], moves
 
 
 def strided(follow, size=28):
@@ -127,7 +126,7 @@ def strided(follow, size=28):
 
 def test_what_follows_a_packed_convolution_follows_either_tile_or_neither():
     prefixes, moved = packed_spaces(strided(lambda y: [topi.nn.relu(topi.add(y, 1.0))]))
-    assert moved == [0, 1, 1]
+    assert [len(loops) for loops in moved] == [0, 1, 1] and moved[1] != moved[2]
     assert all("TransformLayout" in prefix and prefix.count("ComputeInline") == 2 for prefix in prefixes)
 
 
@@ -135,16 +134,6 @@ def test_an_output_keeps_its_shape_where_the_convolution_is_read_too():
     mod = strided(lambda y: [y, topi.nn.relu(y)])
     prefixes, _moved = packed_spaces(mod)
     assert prefixes and not any("TransformLayout" in prefix for prefix in prefixes)
-
-
-def test_an_epilogue_that_reads_another_block_stays_where_it_is():
-    def follow(y):
-        z = te.placeholder((1, 16, 7, 7), "float32", "Z")
-        large = topi.image.resize2d(z, (0, 0, 7, 7), (14, 14), method="linear")
-        return [z, topi.nn.relu(topi.add(y, large))]
-
-    _prefixes, moved = packed_spaces(strided(follow))
-    assert moved  # the task has its packed design spaces, and no error
 
 
 @pytest.mark.parametrize(("produce", "inlined"), [(topi.exp, False), (topi.negative, True)])

@@ -17,15 +17,13 @@ import numpy as np
 
 from pretune.features.program import OPS, Access, Block, Buffer, Linear
 from pretune.features.schema import ACCESSES, BLOCK
+from pretune.space.slots import ROOT
 
 if TYPE_CHECKING:
     from pretune.features.summary import Shape, Summary, Walk
 
 LINE = 64
 """Bytes of a cache line."""
-
-NOWHERE = -1.0
-"""In place of a loop's position: there is none."""
 
 Value = np.ndarray | float
 """float32 ``[n]``, or a float that holds for all candidates."""
@@ -330,7 +328,7 @@ def shared(cut: Extent, depth: Extent) -> Extent:
 
     def evaluate(env: Env) -> Value:
         a, b = env.get(cut), env.get(depth)
-        return np.where(a <= b, a, NOWHERE)
+        return np.where(a <= b, a, float(ROOT))
 
     return Extent(evaluate, cut.slots | depth.slots)
 

@@ -27,6 +27,9 @@ def key_of(var: Any) -> int:
 SERIAL, PARALLEL, VECTORIZED, UNROLLED, THREAD = range(5)
 """Loop kinds, numbered as ``tvm.tirx.ForKind``."""
 
+COMMUTATIVE_REDUCE = 2
+"""TVM's number for the axes of a block that are reduced over."""
+
 
 @dataclass
 class Buffer:
@@ -283,7 +286,8 @@ class _Reader:
             form = linear_form(value, self.env)
             key = key_of(iter_var.var)
             self.env[key] = form
-            axes.append(Axis(key, _const(iter_var.dom.extent) or 1, int(iter_var.iter_type) == 2, form))
+            is_reduce = int(iter_var.iter_type) == COMMUTATIVE_REDUCE
+            axes.append(Axis(key, _const(iter_var.dom.extent) or 1, is_reduce, form))
         guarded = type(stmt.predicate).__name__ not in ("IntImm", "Bool") or self.guards > 0
         outer = self.current
         self.current = Block(

@@ -15,7 +15,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from pretune.features.program import OPS, Access, Axis, Block, read_program
+from pretune.features.program import COMMUTATIVE_REDUCE, OPS, Access, Axis, Block, read_program
 
 if TYPE_CHECKING:
     import tvm
@@ -26,9 +26,6 @@ LEAST_REUSE = 8
 
 MOST_BYTES = 256 << 20
 """No copy is larger."""
-
-COMMUTATIVE_REDUCE = 2
-"""TVM's number for the axes of a block that are reduced over."""
 
 _PREFIX = ("GetSBlock", "ReindexCacheRead", "TransformBlockLayout", "ComputeInline", "TransformLayout")
 """What the instructions of `pack` are called in a trace."""
@@ -182,7 +179,7 @@ def pack(schedule: Schedule, packing: Packing) -> None:
     def index_map(function: Any, ndim: int) -> IndexMap:
         return IndexMap.from_func(function, ndim=ndim, index_dtype=dtype)
 
-    def fuse(axes: Sequence[Any], which: Sequence[int]) -> Any:
+    def fuse(axes: Any, which: Sequence[int]) -> Any:
         index = axes[which[0]]
         for i in which[1:]:
             index = index * extents[i] + axes[i]
@@ -213,13 +210,10 @@ def pack(schedule: Schedule, packing: Packing) -> None:
     if not packing.epilogue:
         return
     # Where an axis of the output is two of the epilogue's, TVM cannot tell which part of it a tile makes.
-    at = [spatial.index(i) for i in packing.fused]
 
     def flat(*axes: Any) -> list[Any]:
-        index = axes[at[0]]
-        for i in at[1:]:
-            index = index * extents[spatial[i]] + axes[i]
-        return [*axes[: at[0]], index]
+        index = fuse(dict(zip(spatial, axes, strict=True)), packing.fused)
+        return [*axes[: -len(packing.fused)], index]
 
     for name in packing.epilogue[:-1]:
         schedule.compute_inline(schedule.get_sblock(name))
