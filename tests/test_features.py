@@ -10,10 +10,11 @@ import pytest
 import tvm
 
 from pretune.features import ActionEncoder, encode_state
-from pretune.features.nest import Env
-from pretune.features.program import read_program
+from pretune.features.nest import Component, Env, Nest, NestLoop, const
+from pretune.features.program import Access, Buffer, read_program
 from pretune.features.schema import ACTION, ACTION_TYPES, ANNOTATION, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
 from pretune.features.state import MAX_LOOPS
+from pretune.features.summary import UNROLLED, summarise, unroll
 from pretune.space import TaskSpace
 from programs import TARGET, conv2d_relu, matmul, mean, softmax
 
@@ -21,6 +22,7 @@ POSTPROC = ACTION_TYPES.index("Postproc")
 EXACT = (
     "points", "tile_3", "traffic_3", "vector", "accumulators", "inner_reduction", "parallel",
     "grain", "inner_0", "inner_1", "unrolled", "in_registers", "register_traffic",
+    "body_traffic", "registers", "accumulated", "loads_0", "loads_1", "loads_2", "rolled_reduce",
 )  # fmt: skip
 REAL = {"vector": "vector_real", "parallel": "parallel_real"}
 """What the postprocessors decide, and where it stands in the rows of the program they have made."""
@@ -113,6 +115,61 @@ def test_the_symbolic_nest_of_a_packed_program_is_nearly_always_the_real_one():
             made = real[STATE_BLOCK.index(REAL.get(name, name))]
             results.append(abs(main[NEST.index(name)] - made) < 1e-3)
     assert all(len(results) >= 12 and np.mean(results) >= 0.8 for results in right.values()), right
+
+
+def body(nest, limit):
+    """What `unroll` says of a nest without decisions, by name."""
+    values = unroll(summarise(nest, Env([], 1)), limit)[0]
+    return dict(zip(NEST[UNROLLED], values.tolist(), strict=True))
+
+
+def test_lanes_that_are_not_consecutive_are_loaded_one_by_one():
+    """4 rows of 32 columns in registers, two for each row; one operand stays, the other goes on by two."""
+    a, b, c = (Buffer(n, shape, 4.0, "global", True) for n, shape in
+               (("a", (4, 64)), ("b", (64, 64)), ("c", (4, 32))))  # fmt: skip
+    row, column, k = ({axis: 1.0} for axis in range(3))
+    accesses = [Access(c, True, [row, column]), Access(b, False, [k, {1: 2.0}]), Access(a, False, [row, k])]
+    order = [(2, 64), (0, 4), (1, 32)]
+    loops = [NestLoop([Component(axis, const(extent), axis == 2)]) for axis, extent in order]
+    axes = [(const(4), False), (const(32), False), (const(64), True)]
+    found = body(Nest("c", axes, accesses, [1.0, 1.0] + [0.0] * 6, loops), 64.0)
+    assert found["registers"] == pytest.approx(np.log2(8) / 8)
+    assert found["accumulated"] == found["rolled"] == pytest.approx(np.log2(64) / 8)
+    assert found["rolled_reduce"] and not found["rolled_lanes"]
+    # A vector operation of 16 lanes each: 8 in all.
+    loads = [8, 63, 4]
+    assert [found[f"loads_{i}"] for i in range(3)] == pytest.approx([np.log2(n / 8) / 8 for n in loads])
+
+
+def test_what_is_left_of_the_innermost_loops():
+    """A product of 5 rows without vectors: LLVM unrolls short reductions, and turns the columns into lanes.
+
+    Once TVM has unrolled the columns, the loop that is left is the outer one of the reduction, whose
+    accumulators are as many as the columns.
+    """
+    a, b, c = (Buffer(n, shape, 4.0, "global", True) for n, shape in
+               (("a", (5, 576)), ("b", (576, 64)), ("c", (5, 64))))  # fmt: skip
+    row, column, k = ({axis: 1.0} for axis in range(3))
+    accesses = [Access(c, True, [row, column]), Access(a, False, [row, k]), Access(b, False, [k, column])]
+    extents = [(const(5), False), (const(64), False), (const(576), True)]
+    order = [(0, 5), (2, 288), (1, 64), (2, 2)]
+    loops = [NestLoop([Component(axis, const(extent), axis == 2)]) for axis, extent in order]
+    nest = Nest("c", extents, accesses, [1.0, 1.0] + [0.0] * 6, loops)
+    assert summarise(nest, Env([], 1)).vector == 1.0
+    lanes, product = body(nest, 0.0), body(nest, 512.0)
+    assert lanes["unrolled"] == 0 and product["unrolled"] == pytest.approx(np.log2(128) / 8)
+    assert lanes["rolled"] == lanes["rolled_lanes"] == pytest.approx(np.log2(64) / 8)
+    assert lanes["rolled_lanes_fit"] and not lanes["rolled_reduce"] and lanes["registers"] == 0
+    # The write, then the larger read: both go on by one element; the other one stays.
+    assert [lanes[f"rolled_contiguous_{i}"] for i in range(3)] == [1, 1, 0]
+    assert [lanes[f"rolled_broadcast_{i}"] for i in range(3)] == [0, 0, 1]
+    assert product["rolled"] == pytest.approx(np.log2(288) / 8) and product["rolled_reduce"]
+    assert product["rolled_lanes"] == 0
+    assert product["registers"] == pytest.approx(np.log2(64) / 8)
+    # 128 products are summed up in 64 places, out of two elements of one operand and 128 of the other.
+    assert [product[f"loads_{i}"] for i in range(3)] == pytest.approx([-1 / 8, 0, -6 / 8])
+    assert lanes["accumulated"] == pytest.approx(np.log2(2) / 8)
+    assert product["accumulated"] == pytest.approx(np.log2(576) / 8)
 
 
 @pytest.mark.parametrize("program", [matmul, conv2d_relu, softmax])

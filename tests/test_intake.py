@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -453,6 +454,39 @@ def test_batch_norms_are_folded_into_convolutions(tmp_path):
     outputs = run_program(compile_program(program, TARGET), [x.numpy() for x in inputs])
     for ours, theirs in zip(outputs, net(*inputs), strict=True):
         np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_of_pytorch_accumulates_in_float32(dtype):
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(2, 3, 3)
+            self.norm = torch.nn.BatchNorm2d(3)
+            self.linear = torch.nn.Linear(4, 5)
+
+        def forward(self, x):
+            return self.linear(torch.relu(self.norm(self.conv(x)))) @ x.new_ones(5, 4)
+
+    torch.manual_seed(0)
+    net = Net().to(getattr(torch, dtype)).eval()
+    for values in (net.norm.running_mean, net.norm.running_var, net.norm.weight, net.norm.bias):
+        torch.nn.init.uniform_(values, 0.5, 2.0)
+    x = torch.randn(1, 2, 6, 6, dtype=getattr(torch, dtype))
+    program = program_from_exported(torch.export.export(net, (x,)))
+    assert {task.args[0][1] for task in program.tasks} == {dtype}
+    conv = next(task for task in program.tasks if "conv2d" in task.name)
+    assert "float32" in conv.mod.script()
+    assert re.fullmatch(r"fused_conv2d\d*_add\d*_cast\d*_relu\d*", conv.name), conv.name  # the norm is folded
+    (output,) = run_program(
+        compile_program(program, TARGET), [x.float().numpy().astype(getattr(ml_dtypes, dtype, dtype))]
+    )
+    assert str(output.dtype) == dtype
+    np.testing.assert_allclose(
+        output.astype("float32"), net(x).detach().float().numpy(), rtol=0.05, atol=0.05
+    )
 
 
 def test_constant_subgraphs_of_pytorch_are_folded():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -83,6 +84,23 @@ def test_networks_come_in_through_the_intake(name: str, anchors: set[str]):
     assert all(task.weight >= 1 and task.args for task in tasks)
     kinds = {kind_of(_line(task.name, task.args)) for task in tasks}
     assert anchors <= kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "operand", "accumulator"),
+    [
+        ("tcn@8:float16", "float16", "float32"),
+        ("lstm@4:bfloat16", "bfloat16", "float32"),
+        ("lenet@32:int8", "int8", "int32"),
+    ],
+)
+def test_low_precision_multiplies_narrow_and_adds_wide(name: str, operand: str, accumulator: str):
+    assert SPLITS[name] == SPLITS[name.partition(":")[0]]
+    products = [task for task in tasks_of(NETWORKS[name], TARGET) if re.search("conv|matmul", task.name)]
+    assert products
+    for task in products:
+        assert [dtype for _, dtype in task.args[:2]] == [operand, operand]
+        assert task.mod.script().count(f'T.Cast("{accumulator}", ') >= 2  # of both operands
 
 
 def test_same_network_gives_the_same_identities():

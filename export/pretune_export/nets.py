@@ -17,6 +17,9 @@ from pretune.hardware.hardware import VECTOR_SIZE
 DROPOUT = 0.1
 """Of the ranker, in training."""
 
+FEATURE_DROPOUT = 0.2
+"""Of the ranker's summary features, in training: the same features for all rows of a batch."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -139,7 +142,11 @@ class Ranker(nn.Module):
         """
         # Added rather than expanded, so that one hardware row serves any number of candidates.
         hardware = hardware + torch.zeros_like(z[:, :1])
-        e = self.net(torch.cat([z, self.input(summary), hardware], dim=-1))
+        summary = self.input(summary)
+        if self.training:
+            # Many features are alike for all candidates of a task: by them it would learn which task it has.
+            summary = summary * F.dropout(torch.ones_like(summary[:1]), FEATURE_DROPOUT)
+        e = self.net(torch.cat([z, summary, hardware], dim=-1))
         return self.score(e).squeeze(-1), e
 
 

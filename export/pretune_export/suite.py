@@ -15,7 +15,7 @@ from pretune.intake.files import check_file
 if TYPE_CHECKING:
     from tvm.target import Target
 
-    from pretune.intake import Task
+    from pretune.intake import Program, Task
 
 
 def load_suite(path: str | Path) -> dict[str, Any]:
@@ -52,7 +52,12 @@ def load_suite(path: str | Path) -> dict[str, Any]:
 
 
 def tasks_of_module(module: Any, inputs: Any, *, target: Target, name: str) -> tuple[Task, ...]:
-    """Tasks of a PyTorch module, through ``torch.export`` and the intake.
+    """Tasks of a PyTorch module: those of `program_of_module`."""
+    return program_of_module(module, inputs, target=target, name=name).tasks
+
+
+def program_of_module(module: Any, inputs: Any, *, target: Target, name: str) -> Program:
+    """Program of a PyTorch module, through ``torch.export`` and the intake.
 
     Benchmarks and the training side's corpus both come this way, so that a task has one identity in both.
 
@@ -77,4 +82,4 @@ def tasks_of_module(module: Any, inputs: Any, *, target: Target, name: str) -> t
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         exported = torch.export.export(module.eval(), tuple(inputs), strict=False)
-        return program_from_exported(exported, target=target, name=name).tasks
+        return program_from_exported(exported, target=target, name=name)

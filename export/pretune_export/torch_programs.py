@@ -96,6 +96,7 @@ def program_from_exported(
                     f"call model.eval() before: {EXPORT}"
                 )
             _fold_constants(exported.graph_module)
+            _round_products(exported.graph_module)
             mod = from_exported_program(exported, keep_params_as_input=False, run_ep_decomposition=False)
     except InputError:
         raise
@@ -142,3 +143,39 @@ def _fold_constants(module: Any) -> None:
         for user in [user for user in node.users if user not in values]:
             user.replace_input_with(node, constant)
     module.graph.eliminate_dead_code()
+
+
+# Products that the importer computes in float32, with the position of the bias among their arguments.
+_PRODUCTS = {
+    "aten.linear.default": 2,
+    "aten.addmm.default": 0,
+    "aten.matmul.default": None,
+    "aten.mm.default": None,
+    "aten.bmm.default": None,
+    "aten.convolution.default": 2,
+}
+
+
+def _round_products(module: Any) -> None:
+    """Give products of half precision the dtype that they have in PyTorch, after the bias.
+
+    TVM's importer leaves the product in float32, as PyTorch accumulates it, and then fails to add a bias of
+    another dtype to it.
+    """
+    import torch
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return module.graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype})
+
+    for node in list(module.graph.nodes):
+        value = node.meta.get("val")
+        if str(node.target) not in _PRODUCTS or value.dtype not in (torch.float16, torch.bfloat16):
+            continue
+        bias = _PRODUCTS[str(node.target)]
+        if bias is not None and len(node.args) > bias and node.args[bias] is not None:
+            with module.graph.inserting_before(node):
+                node.update_arg(bias, cast(node.args[bias], torch.float32))
+        with module.graph.inserting_after(node):
+            rounded = cast(node, value.dtype)
+            rounded.meta["val"] = value
+        node.replace_all_uses_with(rounded, delete_user_cb=lambda user, rounded=rounded: user is not rounded)

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import math
+import re
 import sys
 import time
 from collections import defaultdict
@@ -31,7 +32,7 @@ from pretune_export.losses import Decoder, losses, predict
 from pretune_export.nets import Sizes, WorldModelNet, load_net
 from pretune_export.pretrain import load_pretrained
 
-RECIPE = 2
+RECIPE = 3
 """Raised whenever the same configuration comes to train other weights, if only since a default is another."""
 
 NO_MATTER = ("threads", "datasets", "test_datasets")
@@ -361,8 +362,8 @@ def describe_data(config: TrainConfig) -> DataDescription:
         measured_on,
         {"kind": kind, "arch": arch, "isa_level": level},
         {
-            # The same network with another batch size is not another one.
-            "train_networks": len({n.partition("@")[0] for n in named & NETWORKS.keys()}),
+            # The same network with another batch size or dtype is not another one.
+            "train_networks": len({re.split("[@:]", n)[0] for n in named & NETWORKS.keys()}),
             "train_layer_kinds": len(named - NETWORKS.keys()),
             "datasets": config.datasets,
             "test_datasets": config.test_datasets,

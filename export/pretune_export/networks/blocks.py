@@ -19,16 +19,20 @@ class Network:
     Attributes
     ----------
     name : str
-        Unique name; ``@`` sets off the batch size where one architecture occurs at several.
+        Unique name; ``@`` sets off the batch size where one architecture occurs at several, ``:`` a dtype
+        other than float32.
     family : str
         What kind of network it is; the split keeps variants of one architecture together.
     build : callable
-        Gives the module in evaluation mode, weights random, and its example inputs.
+        Gives the module in evaluation mode, weights random, and its example inputs, in float32.
+    dtype : str
+        What its tasks are computed in: "float32", "float16", "bfloat16" or "int8" (`precision`).
     """
 
     name: str
     family: str
     build: Callable[[], Built]
+    dtype: str = "float32"
 
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {

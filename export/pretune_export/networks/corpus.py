@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pretune.errors import InputError, OptionError
+from pretune.intake import load_program
 from pretune.space import TaskSpace
-from pretune_export.suite import load_suite, tasks_of_module
+from pretune_export.suite import load_suite, program_of_module, tasks_of_module
 
 from .blocks import Network
 
@@ -103,9 +104,16 @@ def tasks_of(network: Network, target: Target) -> tuple[Task, ...]:
     """
     import torch
 
+    from .precision import half, quantise
+
     torch.manual_seed(0)
-    module, inputs = network.build()
-    return tasks_of_module(module, inputs, target=target, name=network.name)
+    built = network.build()
+    if network.dtype in ("float16", "bfloat16"):
+        built = half(built, getattr(torch, network.dtype))
+    program = program_of_module(*built, target=target, name=network.name)
+    if network.dtype == "int8":
+        program = load_program(quantise(program.mod), target=target)
+    return program.tasks
 
 
 def suite_tasks(suite: Path, target: Target) -> Iterator[tuple[str, Task]]:

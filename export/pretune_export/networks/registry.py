@@ -2,12 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from . import other, sequence, vision
 
+_FLOAT32 = {network.name: network for network in (*vision.NETWORKS, *sequence.NETWORKS, *other.NETWORKS)}
+
+# Small networks of many kinds of work. Variants have the family of their network, so the same split.
+_LOW_PRECISION = {
+    "float16": (
+        "squeezenet",
+        "mobilenetv3",
+        "convnext",
+        "dcgan",
+        "vit-tiny-patch8",
+        "electra",
+        "qwen2-decode",
+        "whisper",
+        "tcn@8",
+        "lstm@4",
+        "dlrm@128",
+        "gat",
+    ),
+    "bfloat16": (
+        "mobilenetv1@4",
+        "qwen2-decode",
+        "smollm-decode",
+        "lstm@4",
+        "deepfm@96",
+        "autoencoder@64",
+    ),
+    "int8": (
+        "mobilenetv1@4",
+        "mobilenetv3",
+        "shufflenetv2",
+        "squeezenet",
+        "tcn@8",
+        "electra",
+        "whisper",
+        "gru@16",
+        "dlrm@128",
+        "lenet@32",
+    ),
+}
+
 NETWORKS = MappingProxyType(
-    {network.name: network for network in (*vision.NETWORKS, *sequence.NETWORKS, *other.NETWORKS)}
+    _FLOAT32
+    | {
+        f"{name}:{dtype}": replace(_FLOAT32[name], name=f"{name}:{dtype}", dtype=dtype)
+        for dtype, names in _LOW_PRECISION.items()
+        for name in names
+    }
 )
 """Every network of the corpus by its name."""
 

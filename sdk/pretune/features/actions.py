@@ -341,7 +341,10 @@ class ActionEncoder:
             return
         # A split of a fused loop is laid to the innermost of its axes.
         inner = loop.components[-1]
-        new = [NestLoop([replace(inner, extent=part)], loop.present) for part in parts]
+        new = [
+            NestLoop([replace(inner, extent=part, step=_further(inner.step, parts[i + 1 :]))], loop.present)
+            for i, part in enumerate(parts)
+        ]
         owner = self._replace([loop], new)
         for out, made in zip(outputs, new, strict=False):
             self._values[out] = made
@@ -352,7 +355,7 @@ class ActionEncoder:
         if not loops:
             self._add("Fuse")
             return
-        fused = NestLoop([c for loop in loops for c in loop.components])
+        fused = NestLoop([c for loop in loops for c in loop.components], _any([x.present for x in loops]))
         owner = self._replace(loops, [fused])
         self._values[outputs[0]] = fused
         self._add("Fuse", block=owner, loop=fused, factors=[loop.extent for loop in loops][:FACTORS])
@@ -542,7 +545,7 @@ class ActionEncoder:
     def _freeze(self, nest: Nest) -> Nest:
         """The nest as it is now; the same object as long as nothing about it changed."""
         key = (
-            nest.name, *(id(loop) for loop in nest.loops), *(id(a.buffer) for a in nest.accesses),
+            nest.name, *nest.ops, *(id(loop) for loop in nest.loops), *(id(a.buffer) for a in nest.accesses),
             id(nest.inlined), *(id(cut) for cut in nest.all_cuts()),
             *(id(other.depth) for other in self._nests if not other.gone),  # of `alone`
         )  # fmt: skip
@@ -598,21 +601,25 @@ class ActionEncoder:
         """Write features `schema.NEST` to `out`; with `unrolled`, as postprocessing leaves the nest."""
         out[:] = self._summary_of(nest, env).features
         if unrolled:
-            for column, values in zip(UNROLLED, self._unrolled(nest, env), strict=True):
-                out[:, column] = values
+            out[:, UNROLLED] = self._unrolled(nest, env)
 
-    def _unrolled(self, nest: Nest, env: Env) -> tuple[np.ndarray, np.ndarray]:
+    def _unrolled(self, nest: Nest, env: Env) -> np.ndarray:
+        if nest not in env.unrolled:
+            env.unrolled[nest] = self._find_unrolled(nest, env)
+        return env.unrolled[nest]
+
+    def _find_unrolled(self, nest: Nest, env: Env) -> np.ndarray:
         if env.whole is not None:
             whole, rows = env.whole
-            unrolled, in_registers = self._unrolled(nest, whole)
-            return unrolled[rows], in_registers[rows]
-        if nest not in env.unrolled:
-            extent = self._annotated.get("meta_schedule.unroll_explicit")
-            limit = env.get(extent) if extent is not None else 0.0
-            if nest.alone is not None and not nest.is_reduce:
-                limit = np.where(env.get(nest.alone), 0.0, limit)
-            env.unrolled[nest] = unroll(self._summary_of(nest, env), limit)
-        return env.unrolled[nest]
+            return self._unrolled(nest, whole)[rows]
+        limit = self._annotated.get("meta_schedule.unroll_explicit", const(0))
+        few, which = env.distinct(nest.slots() | limit.slots)
+        if which is not None:
+            return self._unrolled(nest, few)[which]
+        steps = env.get(limit)
+        if nest.alone is not None and not nest.is_reduce:
+            steps = np.where(env.get(nest.alone), 0.0, steps)
+        return unroll(self._summary_of(nest, env), steps)
 
     def _finish(self) -> None:
         """Close with one ``Postproc`` step per block that remains, costliest last."""
@@ -831,6 +838,22 @@ def _both(a: Extent, b: Extent | None) -> Extent:
     return Extent(lambda env: np.logical_and(env.get(a), env.get(b)), a.slots | b.slots)
 
 
+def _any(holds: Sequence[Extent | None]) -> Extent | None:
+    """Whether any holds; None stands for what always does."""
+    known = [one for one in holds if one is not None]
+    if len(known) < len(holds):
+        return None
+    return Extent(
+        lambda env: functools.reduce(np.logical_or, map(env.get, known)),
+        frozenset().union(*(one.slots for one in known)),
+    )
+
+
+def _further(step: Extent | None, within: Sequence[Extent]) -> Extent | None:
+    """By how much the axis of a loop moves that stands around loops of such a step."""
+    return step if step is None or not within else product([step, *within])
+
+
 def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
     """Split a reduction in two: the new block keeps partial results over `loop`, `owner` combines them.
 
@@ -877,7 +900,7 @@ def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
         list(owner.ops),
         [
             NestLoop([Component(rest, part, False, 0)]) if other is loop
-            else NestLoop([replace(c, axis=moved.get(c.axis, -1)) for c in other.components])
+            else NestLoop([replace(c, axis=moved.get(c.axis, -1)) for c in other.components], other.present)
             for other in owner.loops
         ],
         owner.has_init,
@@ -886,7 +909,7 @@ def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
     owner.axes = [(part, True), *(owner.axes[i] for i in spatial)]
     owner.loops = [
         NestLoop([Component(0, part, True)]) if other is loop
-        else NestLoop([replace(c, axis=placed.get(c.axis, -1)) for c in other.components])
+        else NestLoop([replace(c, axis=placed.get(c.axis, -1)) for c in other.components], other.present)
         for other in owner.loops if other is loop or not other.is_reduce
     ]  # fmt: skip
     out_index = [later(form) for form in write.index]

@@ -46,7 +46,7 @@ class Env:
         self.n = n
         self.walks: dict[Shape, Walk] = {}
         self.summaries: dict[Nest, Summary] = {}
-        self.unrolled: dict[Nest, tuple[np.ndarray, np.ndarray]] = {}
+        self.unrolled: dict[Nest, np.ndarray] = {}
         self.whole: tuple[Env, slice] | None = None  # set by `part`
         self._slots, self._options = slots, options
         self._all: tuple[Env, np.ndarray] | None = None  # set by `distinct`: of which it has some, and which

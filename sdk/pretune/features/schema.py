@@ -6,7 +6,7 @@ inputs would differ. Change it whenever any feature changes its meaning, place o
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 CAPACITIES = (256, 512, 2 << 10, 24 << 10, 192 << 10, 768 << 10, 4 << 20, 32 << 20)
 """Bytes of the imagined memories at which reuse is summarised: the registers of SSE, AVX2 and AVX-512, and
@@ -23,7 +23,11 @@ NEST = (
     *(f"inner_{what}_{a}" for a in range(ACCESSES) for what in ("stride", "broadcast", "contiguous")),
     "accumulators", "inner_reduction", "parallel", "imbalance", "grain", "loops",
     "inlined", "at_root", "inner_0", "inner_1", "inner_2", "accumulator_bytes", "redundancy", "last_reduce",
-    "unrolled", "in_registers", "register_traffic",
+    "register_traffic",
+    # What `summary.unroll` gives: of the body that is left of the innermost loops, and of the loop around it.
+    "unrolled", "in_registers", "body_traffic", "registers", *(f"loads_{a}" for a in range(ACCESSES)),
+    "accumulated", "rolled", "rolled_reduce", "rolled_lanes", "rolled_lanes_fit",
+    *(f"rolled_{what}_{a}" for what in ("broadcast", "contiguous") for a in range(ACCESSES)),
     "vector_fill_16", "vector_fill_8", "vector_fill_4", "vector_power_of_2", "vectors",
     *(f"vector_{what}_{a}" for a in range(ACCESSES) for what in ("run", "whole")),
 )  # fmt: skip

@@ -72,7 +72,7 @@ def encode_blocks(blocks: Sequence[Block], *, cores: int = 1) -> State:
         parallel = _extent_of(block, PARALLEL)
         limit = max((loop.unroll for loop in block.loops), default=0)
         summary = summarise(nest, Env([], 1), cores=cores, parallel=parallel)
-        summary.features[:, UNROLLED] = np.stack(unroll(summary, float(limit)), axis=1)
+        summary.features[:, UNROLLED] = unroll(summary, float(limit))
         extra = (
             block.name.endswith("_init"), block.guarded,
             np.log2(limit + 1) * 0.1,

@@ -29,8 +29,16 @@ def _each(first: str, count: int, step: int) -> slice:
 
 _TILES, _TRAFFIC = (_each(name, len(CAPACITIES), 2) for name in ("tile_0", "traffic_0"))
 _INNER = _each("inner_0", 3, 1)
-UNROLLED = [_N["unrolled"], _N["in_registers"]]
+UNROLLED = slice(_N["unrolled"], _N[f"rolled_contiguous_{ACCESSES - 1}"] + 1)
 """Columns that `unroll` gives."""
+
+LLVM_UNROLLS = 32
+"""Vector operations up to which LLVM unrolls an innermost loop by itself: its threshold is 300 instructions,
+and a product that is accumulated takes about six with its loads and the store (LoopUnrollPass). Loops of 32
+came out unrolled, nests of 80 did not."""
+
+REGISTER_LANES = 16
+"""Floats of a register of AVX-512, whatever the target: features do not depend on it."""
 
 # Numbers that a walk or a summary first writes as they are, and whose logarithm is taken at once.
 _WALK_LOGS = [
@@ -95,10 +103,21 @@ class Walk:
         For each, by how much its axis, and the other that moves with it, move from one iteration to the next.
     extents : numpy.ndarray
         float32 ``[L + 1, n]``, zero in the last row: no loop.
+    fresh : numpy.ndarray
+        bool ``[L + 1, n]``, whether the axis moves by one, as where no loop within has covered some of it.
     open, single : numpy.ndarray
         bool ``[L, n]``, where the extent is not 1, and where it is.
     points, bytes : numpy.ndarray
         float32 ``[L + 1, n]``: of the loops within each level, and of the whole nest.
+    elements : numpy.ndarray
+        float32 ``[len(rank), L + 1, n]``: different ones that each access touches, likewise.
+    spatial : numpy.ndarray
+        float32 ``[L + 1, n]``: points as `points` has them, without loops of reductions.
+    is_reduce : numpy.ndarray
+        bool ``[L + 1]``, of the levels; False in the last row.
+    strides : numpy.ndarray
+        float32 ``[len(rank), L + 1]``, elements by which each access moves as the axis of a level moves by
+        one; -1 in the last column.
     accumulators : numpy.ndarray
         float32 ``[n]``, points of the loops within the innermost reduction.
     rows : numpy.ndarray
@@ -112,31 +131,43 @@ class Walk:
         extents = [every[i] for i in kept]
         self.levels = [shape.levels[i] for i in kept]
         self.positions = [env.get(position) for position, _component in self.levels]
-        self._strides, self.last = shape.strides[:, kept], env.get(shape.count) - 1.0
+        self.strides = np.full((len(shape.rank), len(kept) + 1), -1.0, dtype=np.float32)
+        self.strides[:, :-1] = shape.strides[:, kept]
+        self.last = env.get(shape.count) - 1.0
         self._lanes = [_Lanes(access, env.n) for access in (*shape.rank, *shape.others)]
         self._ranked = self._lanes[: len(shape.rank)]
         self._joined: list[tuple[np.ndarray | bool, list[np.ndarray]]] = []
         self.steps: list[Value] = []
         self.also_steps: list[Value] = []
         self.extents = np.zeros((len(kept) + 1, env.n), dtype=np.float32)
-        self.points = np.ones_like(self.extents)
+        self.points, self.spatial = np.ones_like(self.extents), np.ones_like(self.extents)
         self.bytes = np.empty_like(self.extents)
+        self.is_reduce = np.array([*(c.is_reduce for _position, c in self.levels), False])
         for i, extent in enumerate(extents):
             self.extents[i] = extent
             np.multiply(self.points[i], extent, out=self.points[i + 1])
+            np.multiply(self.spatial[i], 1.0 if self.is_reduce[i] else extent, out=self.spatial[i + 1])
         self.open = self.extents[:-1] > 1.0
         self.single = ~self.open
         self._follow_accesses(shape, env, extents)
+        self.fresh = np.zeros(self.extents.shape, dtype=bool)
+        for i, step in enumerate(self.steps):
+            self.fresh[i] = np.equal(step, 1.0)
         self.rows = self._rows(shape, env)
 
     def _follow_accesses(self, shape: Shape, env: Env, extents: list[Value]) -> None:
         tiles: dict[int, Value] = {}
         spans: list[Value] = [span(size, form, tiles) for size, form in shape.dims]
 
-        def touched_by(k: int) -> Value:
-            return footprint(shape.rank[k], [spans[d] for d in shape.dims_of[k]])
+        self.elements = np.ones((len(shape.rank), *self.points.shape), dtype=np.float32)
 
-        touched = [touched_by(k) for k in range(len(shape.rank))]
+        def touched_by(k: int, level: int) -> Value:
+            along = [spans[d] for d in shape.dims_of[k]]
+            for one in along:
+                self.elements[k, level] *= one
+            return footprint(shape.rank[k], along)
+
+        touched = [touched_by(k, 0) for k in range(len(shape.rank))]
         self.bytes[0] = sum(touched)
         for i, ((_position, component), extent) in enumerate(zip(self.levels, extents, strict=True)):
             axis, also = component.axis, component.also
@@ -151,8 +182,11 @@ class Walk:
             moved, seen = shape.moves[axis, also]
             for d in moved:
                 spans[d] = span(*shape.dims[d], tiles)
-            for k in seen:
-                touched[k] = touched_by(k)
+            for k in range(len(shape.rank)):
+                if k in seen:
+                    touched[k] = touched_by(k, i + 1)
+                else:
+                    self.elements[k, i + 1] = self.elements[k, i]
             self.bytes[i + 1] = sum(touched) if moved else self.bytes[i]
 
     def _rows(self, shape: Shape, env: Env) -> np.ndarray:
@@ -185,9 +219,7 @@ class Walk:
         before = count(found[1:, None] <= np.arange(3)[:, None])  # loops before the k-th that is met
         rows[_INNER] = pick(self.extents, before)
         if shape.rank:
-            strides = np.full((len(shape.rank), len(self.levels) + 1), -1.0, dtype=np.float32)
-            strides[:, :-1] = self._strides
-            stride = strides.take(before[0], axis=1)
+            stride = self.strides.take(before[0], axis=1)
             if any(component.step is not None for _position, component in self.levels):
                 steps = np.ones_like(points)
                 for i, (_position, component) in enumerate(self.levels):
@@ -196,8 +228,7 @@ class Walk:
             rows[_each("inner_stride_0", len(stride), 3)] = stride + 1.0
             rows[_each("inner_broadcast_0", len(stride), 3)] = stride == 0
             rows[_each("inner_contiguous_0", len(stride), 3)] = stride == 1
-        is_reduce = np.array([*(c.is_reduce for _position, c in self.levels), False])
-        rows[_N["last_reduce"]] = is_reduce[before[0]]
+        rows[_N["last_reduce"]] = self.is_reduce[before[0]]
 
         full: Value = 1.0
         for extent, _is_reduce in shape.axes:
@@ -248,22 +279,21 @@ class Summary:
     ----------
     features : numpy.ndarray
         float32 ``[n, len(schema.NEST)]``; the columns of `unroll` are zero.
-    points : numpy.ndarray
-        As `Walk.points`.
-    vector, accumulators : numpy.ndarray
+    walk : Walk
+    vector : numpy.ndarray
         float32 ``[n]``
+    which : numpy.ndarray
+        Which of the walk's candidates they are: int ``[n]``.
     """
 
     features: np.ndarray
-    points: np.ndarray
+    walk: Walk
     vector: np.ndarray
-    accumulators: np.ndarray
+    which: np.ndarray
 
     def take(self, which: np.ndarray | slice) -> Summary:
         """Of other candidates, by the number of the one here that they agree with."""
-        return Summary(
-            self.features[which], self.points[:, which], self.vector[which], self.accumulators[which]
-        )
+        return Summary(self.features[which], self.walk, self.vector[which], self.which[which])
 
 
 def summarise(
@@ -330,15 +360,18 @@ def summarise(
         loops = np.stack([rows[_N["vector"]], rows[_N["parallel"]], np.zeros_like(vector)], axis=1)
         features[whole, _INNER] = loops[whole]
         features[whole, _N["loops"]] = 0.0625 * (1.0 + (rows[_N["parallel"]][whole] > 0))
-    return Summary(features, points, vector, walk.accumulators)
+    return Summary(features, walk, vector, np.arange(env.n))
 
 
-def unroll(summary: Summary, limit: Value) -> tuple[np.ndarray, np.ndarray]:
-    """What UnrollLoop will make of a nest: features `UNROLLED`.
+def unroll(summary: Summary, limit: Value) -> np.ndarray:
+    """What the compiler will make of the innermost loops of a nest: features `UNROLLED`.
 
-    It unrolls from inside, as long as the body then holds no more than `limit` stores (TVM's
-    ``pragma_auto_unroll_max_step``). A loop that became lanes of a vector is no loop any more. Where
-    everything within the innermost reduction is unrolled, LLVM can keep the accumulators in registers.
+    TVM's UnrollLoop unrolls from inside, as long as the body then holds no more than `limit` stores
+    (``pragma_auto_unroll_max_step``), and LLVM what is as short as `LLVM_UNROLLS`. A loop that became lanes
+    of a vector is no loop any more. Where everything within the innermost reduction is unrolled, LLVM can
+    keep the accumulators in registers. The first loop that is left may become lanes too, of LLVM's making, as
+    far as the accesses that are described tell. Not told apart are loops that hold another block, or are
+    parallel, from those that can be unrolled.
 
     Parameters
     ----------
@@ -348,16 +381,48 @@ def unroll(summary: Summary, limit: Value) -> tuple[np.ndarray, np.ndarray]:
 
     Returns
     -------
-    unrolled : numpy.ndarray
-        float32 ``[n]``
-    in_registers : numpy.ndarray
-        bool ``[n]``
+    numpy.ndarray
+        float32 ``[n, .]``
     """
-    points = summary.points
+    walk, which, vector = summary.walk, summary.which, summary.vector
+    points = walk.points[:, which]
+
+    def at(table: np.ndarray, level: np.ndarray) -> np.ndarray:
+        return table.ravel().take(level.astype(np.intp) * table.shape[1] + which)
+
     # Where two axes became one, extents are estimates: what adds less than half a lane is no loop.
-    lanes = pick(points, count(points[1:] <= summary.vector + 0.5))
-    unrolled = log2(pick(points, count(points[1:] <= limit * lanes)) / lanes)
-    return np.asarray(unrolled), summary.accumulators <= np.maximum(limit, 1.0) * lanes
+    in_vector = count(points[1:] <= vector + 0.5)
+    lanes = pick(points, in_vector)
+    unrolled = pick(points, count(points[1:] <= limit * lanes)) / lanes
+    per_vector = np.ceil(vector / REGISTER_LANES)  # registers
+    body = count(points[1:] <= np.maximum(limit, LLVM_UNROLLS / per_vector) * lanes)
+    size, spatial = pick(points, body), at(walk.spatial, body)
+    # Accumulators stay in registers through the reductions that follow on the body.
+    accumulated = pick(points, count(walk.spatial[1:, which] <= spatial)) / spatial
+    rolled = count(points[1:] <= size)  # loops of one iteration are none
+    extent, is_reduce = log2(at(walk.extents, rolled)), walk.is_reduce[rolled]
+
+    loads, broadcast, contiguous = np.zeros((3, ACCESSES, len(which)), dtype=np.float32)
+    for k, elements in enumerate(walk.elements):
+        touched, together = at(elements, body), at(elements, in_vector)
+        is_ramp = summary.features[:, _N[f"vector_whole_{k}"]] > 0
+        # Lanes that are neither consecutive nor one element are gathered one by one.
+        loaded = np.where(is_ramp, touched / together * np.ceil(together / REGISTER_LANES), touched)
+        loads[k] = np.log2(np.maximum(loaded * lanes / (size * per_vector), 2.0**-12)) * 0.125
+    stride = walk.strides.take(rolled, axis=1)
+    broadcast[: len(stride)] = stays = stride == 0
+    contiguous[: len(stride)] = goes_on = (stride == 1) & at(walk.fresh, rolled)
+    vectorisable = (vector == 1.0) & ~is_reduce & (stays | goes_on).all(0) & (contiguous[0] > 0)
+    return np.stack(
+        [
+            log2(unrolled), walk.accumulators[which] <= np.maximum(limit, 1.0) * lanes,
+            np.log2(at(walk.bytes, body) / size) * 0.125, log2(spatial / lanes * per_vector), *loads,
+            log2(accumulated), extent, is_reduce,
+            extent * vectorisable, vectorisable & (np.mod(at(walk.extents, rolled), REGISTER_LANES) == 0),
+            *broadcast, *contiguous,
+        ],
+        axis=1, dtype=np.float32,
+    )  # fmt: skip
 
 
 class _Lanes:

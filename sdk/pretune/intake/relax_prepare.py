@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,9 @@ def prepare_relax(mod: tvm.IRModule, params: dict[Any, Any] | None = None) -> tv
 def fold_batch_norm(func: Any) -> Any:
     """Fold inference batch norms into the convolution before, 1-D to 3-D, with or without bias.
 
+    A convolution of half precision that accumulates in float32 is cast before its norm, which then goes in
+    before the cast.
+
     TVM's own pass, ``FoldBatchnormToConv2D``, knows only 2-D convolutions without bias.
     """
     from tvm import relax
@@ -58,18 +62,27 @@ def fold_batch_norm(func: Any) -> Any:
 
     for op in _CONVS:
         conv = is_op(op)(data, weight)
-        for has_bias in (False, True):
+        for has_bias, is_cast in itertools.product((False, True), repeat=2):
             before = is_op("relax.add")(conv, bias) if has_bias else conv
-            norm = is_op("relax.nn.batch_norm")(before, gamma, beta, mean, variance)
+            cast = is_op("relax.astype")(before) if is_cast else before
+            norm = is_op("relax.nn.batch_norm")(cast, gamma, beta, mean, variance)
 
             def rewrite(
-                expr: Any, matches: Any, conv: Any = conv, norm: Any = norm, before: Any = before
+                expr: Any,
+                matches: Any,
+                conv: Any = conv,
+                norm: Any = norm,
+                before: Any = before,
+                cast: Any = cast,
             ) -> Any:
                 conv_call, norm_call, before_call = matches[conv], matches[norm], matches[before]
                 weights = constant_value(matches[weight])
                 layout = conv_call.attrs.kernel_layout
                 # Someone else reads the convolution: folding would compute it twice.
-                shared = any(uses.get(call, 0) > 1 for call in (conv_call, before_call))
+                shared = any(uses.get(call, 0) > 1 for call in (conv_call, before_call, matches[cast]))
+                is_cast = cast is not before
+                if is_cast and conv_call.attrs.out_dtype != "float32":
+                    return expr
                 if layout[:2] != "OI" or norm_call.attrs.axis != 1 or norm_call.attrs.training or shared:
                     return expr
                 ones = (1,) * (weights.ndim - 2)
@@ -89,7 +102,10 @@ def fold_batch_norm(func: Any) -> Any:
                     shift = shift + values[beta]
                 folded = (weights * scale.reshape(-1, 1, *ones)).astype(weights.dtype)
                 call = relax.Call(conv_call.op, [conv_call.args[0], relax.const(folded)], conv_call.attrs)
-                return relax.op.add(call, relax.const(shift.reshape(1, -1, *ones).astype(weights.dtype)))
+                # Of the dtype that it accumulates in, unless that is the weights'.
+                dtype = "float32" if conv_call.attrs.out_dtype == "float32" else weights.dtype
+                result = relax.op.add(call, relax.const(shift.reshape(1, -1, *ones).astype(dtype)))
+                return relax.op.astype(result, matches[cast].attrs.dtype) if is_cast else result
 
             func = rewrite_call(TupleGetItemPattern(norm, 0), rewrite, func)
     return func
