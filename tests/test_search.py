@@ -13,7 +13,7 @@ from pretune.search import TaskSearch
 from pretune.search import code_size as code_size_module
 from pretune.search.code_size import FAR_COST, MOST_CODE, VECTOR_COST, code_size
 from pretune.space import TaskSpace
-from programs import TARGET, softmax
+from programs import TARGET, conv2d_relu, softmax
 
 
 def transposed(n: int, *, kind: str, limit: int) -> tvm.IRModule:
@@ -68,3 +68,23 @@ def test_a_design_space_that_is_refused_leaves_the_others(weights, monkeypatch):
     (second,) = TaskSearch(space, scorer).propose(1, greedy=True)
     assert second.candidate.space != first.candidate.space
     assert len(TaskSearch(space, scorer).propose(16)) == 16
+
+
+@pytest.mark.parametrize("liked", [False, True])
+def test_the_first_batch_has_what_packs_an_operand_and_what_does_not(weights, monkeypatch, liked):
+    """However sure the ranker is: it may be wrong about all of either kind."""
+    space = TaskSpace.generate(conv2d_relu(32, 32, 28, stride=2), TARGET)
+    packs = [bool(design.first) for design in space.spaces]
+    assert set(packs) == {False, True}
+    scorer = TaskScorer(WorldModel(load_weights(weights), 1), space, hardware_for_target(TARGET, detect()))
+    score_all = scorer.score_all
+
+    def one_sided(rows):
+        found = zip(score_all(rows), packs, strict=True)
+        return [(score - 50.0 * (kind != liked), features) for (score, features), kind in found]
+
+    monkeypatch.setattr(scorer, "score_all", one_sided)
+    kinds = [packs[p.candidate.space] for p in TaskSearch(space, scorer).propose(16)]
+    assert kinds.count(liked) == 14 and kinds.count(not liked) == 2
+    (first,) = TaskSearch(space, scorer).propose(1, greedy=True)
+    assert packs[first.candidate.space] == liked

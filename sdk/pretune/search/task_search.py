@@ -44,6 +44,11 @@ NEIGHBOURS = 512
 FEWEST = 8
 """Candidates looked through as if that many were wanted, at least."""
 
+HEDGE = 8
+"""One in so many of the first batch packs an operand, or does not, should the ranker propose none such. Of
+six convolutions with two seeds, 40 trials ended 1.54 and 1.64 times faster on one, 1.18 and 1.21 times on
+another, within 3 % on the rest."""
+
 MOST_REFUSED = 8
 """Candidates of one design space that come to nothing, for each that is wanted, before it is left alone."""
 
@@ -117,8 +122,25 @@ class TaskSearch:
         if self._best and not greedy:
             self._take(self._neighbours(), int(LOCAL * n), out, explore=0.0)
         explore = 0.0 if greedy else EXPLORE
-        self._take(self._evolve(explore), n, out, explore=explore)
+        pools = self._evolve(explore)
+        if not self._knows and not greedy:
+            self._take(pools, n - n // HEDGE, out, explore=explore)
+            self._hedge(pools, n, out, explore)
+        self._take(pools, n, out, explore=explore)
         return out
+
+    def _hedge(self, pools: list[_Pool], n: int, out: list[Proposal], explore: float) -> None:
+        """Fill `out` up to `n` with candidates that pack an operand, or that do not, where it has none such.
+
+        Between the two the ranker may be wrong as a whole, and the posterior learns so from trials alone.
+        """
+        packs = [bool(design.first) for design in self.space.spaces]
+        for missing in set(packs) - {packs[p.candidate.space] for p in out}:
+            some = [
+                pool if kind == missing else _Pool(*(part[:0] for part in pool))
+                for pool, kind in zip(pools, packs, strict=True)
+            ]
+            self._take(some, n, out, explore=explore)
 
     def _take(self, pools: list[_Pool], n: int, out: list[Proposal], *, explore: float) -> None:
         """Materialise the best of `pools` until `out` holds `n`; `explore` is what they were scored with.
