@@ -12,6 +12,7 @@ What TVM 0.27 compiles for CPUs decides which programs these are:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,51 +47,40 @@ def quantise(mod: tvm.IRModule) -> tvm.IRModule:
     mod : tvm.IRModule
         `pretune.intake.Program.mod` of a float32 network.
     """
-    from tvm import relax
     from tvm.relax.dpl import is_const, is_op, rewrite_call, wildcard
 
     func = mod["main"]
-    for op, channels in _CHANNELS.items():
+    for op in _CHANNELS:
         data, weight = wildcard(), is_const()
         product = is_op(f"relax.{op}")(data, weight)
-
-        def rewrite(
-            expr: Any,
-            matches: Any,
-            op: str = op,
-            channels: int = channels,
-            data: Any = data,
-            weight: Any = weight,
-        ) -> Any:
-            values = constant_value(matches[weight])
-            if values.dtype != np.float32 or (op == "matmul" and values.ndim != 2):
-                return expr
-            others = tuple(axis for axis in range(values.ndim) if axis != channels)
-            scale = np.maximum(np.abs(values).max(others, keepdims=True), 1e-6) / 127
-            narrow = relax.const(np.rint(values / scale).astype("int8"))
-            quantised = relax.op.quantize(
-                matches[data], relax.const(_SCALE, "float32"), relax.const(0, "int8"), out_dtype="int8"
-            )
-            attrs = expr.attrs
-            if op == "matmul":
-                total = relax.op.matmul(quantised, narrow, out_dtype="int32")
-                scale = scale.reshape(-1)
-            else:
-                total = getattr(relax.op.nn, op.removeprefix("nn."))(
-                    quantised,
-                    narrow,
-                    list(attrs.strides),
-                    list(attrs.padding),
-                    list(attrs.dilation),
-                    attrs.groups,
-                    attrs.data_layout,
-                    attrs.kernel_layout,
-                    out_dtype="int32",
-                )
-                scale = scale.reshape(1, -1, *(1,) * (values.ndim - 2))
-            return relax.op.multiply(
-                relax.op.astype(total, "float32"), relax.const((scale * _SCALE).astype("float32"))
-            )
-
-        func = rewrite_call(product, rewrite, func)
+        func = rewrite_call(product, partial(_narrow, op, data, weight), func)
     return tvm.IRModule({"main": func})
+
+
+def _narrow(op: str, data: Any, weight: Any, product: Any, matches: Any) -> Any:
+    """The product in int8; `data` and `weight` are the patterns of its operands."""
+    from tvm import relax
+
+    values = constant_value(matches[weight])
+    if values.dtype != np.float32 or (op == "matmul" and values.ndim != 2):
+        return product
+    channels = _CHANNELS[op]
+    others = tuple(axis for axis in range(values.ndim) if axis != channels)
+    scale = np.maximum(np.abs(values).max(others, keepdims=True), 1e-6) / 127
+    narrow = relax.const(np.rint(values / scale).astype("int8"))
+    quantised = relax.op.quantize(
+        matches[data], relax.const(_SCALE, "float32"), relax.const(0, "int8"), out_dtype="int8"
+    )
+    if op == "matmul":
+        total = relax.op.matmul(quantised, narrow, out_dtype="int32")
+        scale = scale.reshape(-1)
+    else:
+        attrs = product.attrs
+        total = getattr(relax.op.nn, op.removeprefix("nn."))(
+            quantised, narrow, list(attrs.strides), list(attrs.padding), list(attrs.dilation), attrs.groups,
+            attrs.data_layout, attrs.kernel_layout, out_dtype="int32",
+        )  # fmt: skip
+        scale = scale.reshape(1, -1, *(1,) * (values.ndim - 2))
+    return relax.op.multiply(
+        relax.op.astype(total, "float32"), relax.const((scale * _SCALE).astype("float32"))
+    )

@@ -149,6 +149,8 @@ class TaskSearch:
         chosen: its like are less uncertain then. See Desautels et al., "Parallelizing
         Exploration-Exploitation Tradeoffs in Gaussian Process Bandit Optimization", JMLR 2014.
         """
+        if len(out) >= n:
+            return
         several = max(n, FEWEST)  # where one is wanted, TVM may refuse many before it
         tops = [
             [(i, value) for i, value in self._top(pool, 64 * several) if pool.rows[i].tobytes() not in tried]
