@@ -11,10 +11,19 @@ import tvm
 
 from pretune.features import ActionEncoder, encode_state
 from pretune.features.nest import Component, Env, Nest, NestLoop, const
-from pretune.features.program import Access, Buffer, read_program
-from pretune.features.schema import ACTION, ACTION_TYPES, ANNOTATION, NEST, STATE_BLOCK, STATE_LOOP, SUMMARY
+from pretune.features.program import PARALLEL, Access, Buffer, read_program
+from pretune.features.schema import (
+    ACTION,
+    ACTION_TYPES,
+    ANNOTATION,
+    NEST,
+    STATE_BLOCK,
+    STATE_LOOP,
+    SUMMARY,
+    TOGETHER,
+)
 from pretune.features.state import MAX_LOOPS
-from pretune.features.summary import UNROLLED, summarise, unroll
+from pretune.features.summary import UNROLLED, summarise, together, unroll
 from pretune.space import TaskSpace
 from programs import TARGET, conv2d_relu, matmul, mean, softmax
 
@@ -83,7 +92,10 @@ def test_the_nests_of_split_reductions_are_the_real_ones(mod, share):
 
     Of softmax, a tile within a fused parallel loop is not always told exactly.
     """
-    names = ("points", "vector", "parallel", "accumulators", "unrolled")
+    names = (
+        "points", "vector", "parallel", "accumulators", "unrolled", "in_registers", "registers",
+        "accumulated", "rolled", "rolled_reduce", "rolled_contiguous_0",
+    )  # fmt: skip
     right: dict[str, list[bool]] = {name: [] for name in names}
     compared = set()
     for encoder, candidate in scheduled(mod, 8):
@@ -170,6 +182,105 @@ def test_what_is_left_of_the_innermost_loops():
     assert [product[f"loads_{i}"] for i in range(3)] == pytest.approx([-1 / 8, 0, -6 / 8])
     assert lanes["accumulated"] == pytest.approx(np.log2(2) / 8)
     assert product["accumulated"] == pytest.approx(np.log2(576) / 8)
+
+
+def test_loops_of_partial_results_are_split_and_moved_as_tvm_does():
+    """Each part of a split loop goes on from what is inside it, whatever stands between them.
+
+    The loops of the moved block are fewer than what is known of them: those that it would share further in.
+    """
+    from tvm.s_tir import Schedule
+
+    from pretune.space import trace_to_json
+
+    mod = mean(8, 4096)
+    sch = Schedule(mod)
+    total = sch.get_sblock("total")
+    _outer, inner = sch.split(sch.get_loops(total)[-1], [None, 16])
+    partial = sch.rfactor(inner, 2)
+    sch.compute_at(partial, sch.get_loops(total)[0])
+    _shared, places, rest = sch.get_loops(partial)
+    a, c = sch.split(rest, [None, 32])
+    x, y = sch.split(places, [None, 4])
+    sch.reorder(x, a, y, c)
+    encoder = ActionEncoder(read_program(mod["main"]), trace_to_json(sch.trace)[0], cores=2)
+    rows = encode_state(sch.mod["main"], cores=2).blocks
+    real = {block.name: row for block, row in zip(read_program(sch.mod["main"]), rows, strict=True)}
+    compared = [nest for nest in encoder._final if nest.is_reduce]
+    assert len(compared) == 2
+    for nest in compared:
+        features = np.empty((1, len(NEST)), dtype=np.float32)
+        encoder._describe_nest(features, nest, Env([], 1), unrolled=True)
+        np.testing.assert_allclose(features[0], real[nest.name][: len(NEST)], atol=1e-5)
+
+
+def addition(*shape):
+    """The nest of a block that adds to each element one of its row."""
+    axes = {axis: 1.0 for axis in range(len(shape))}
+    whole, rows = ([{axis: 1.0} for axis in axes][:dims] for dims in (len(shape), len(shape) - 1))
+    a, b, c = (Buffer(n, size, 4.0, "global", True) for n, size in
+               (("a", shape), ("b", shape[:-1]), ("c", shape)))  # fmt: skip
+    accesses = [Access(c, True, whole), Access(a, False, whole), Access(b, False, rows)]
+    loops = [NestLoop([Component(axis, const(extent), False)]) for axis, extent in enumerate(shape)]
+    extents = [(const(extent), False) for extent in shape]
+    return Nest("c", extents, accesses, [1.0] + [0.0] * 7, loops)
+
+
+def test_where_all_loops_become_one_the_body_is_a_vector():
+    """A parallel loop around four vectors of 16 lanes, whatever the loops were, and nothing to unroll."""
+    summary = summarise(addition(32, 128), Env([], 1), parallel_limit=32.0)
+    summary.features[:, UNROLLED] = unroll(summary, 512.0)
+    found = dict(zip(NEST, summary.features[0].tolist(), strict=True))
+    assert found["vector"] == pytest.approx(np.log2(64) / 8)
+    assert found["parallel"] == pytest.approx(np.log2(32 * 128 / 64) / 8)
+    assert found["registers"] == pytest.approx(np.log2(4) / 8)
+    # What is added to the row is one element: a load for the four.
+    assert [found[f"loads_{i}"] for i in range(3)] == pytest.approx([0, 0, -2 / 8])
+    for name in ("unrolled", "in_registers", "accumulated", "rolled", "rolled_lanes"):
+        assert found[name] == 0, name
+
+
+def test_the_body_ends_at_a_loop_that_holds_another_block():
+    whole, inner, innermost = addition(32, 8, 4), addition(32, 8, 4), addition(32, 8, 4)
+    inner.cuts, innermost.cuts = [const(0)], [const(1)]
+    nests = {nest: summarise(nest, Env([], 1), vector_limit=1.0) for nest in (whole, inner, innermost)}
+    sizes = {nest: unroll(summary, 64.0)[0, 0] * 8 for nest, summary in nests.items()}
+    assert [2 ** sizes[nest] for nest in (whole, inner, innermost)] == [32, 32, 4]
+    rolled = {nest: unroll(s, 64.0)[0, NEST[UNROLLED].index("rolled")] for nest, s in nests.items()}
+    assert [rolled[nest] for nest in (whole, inner, innermost)] == pytest.approx([5 / 8, 0, 0])
+
+
+@pytest.mark.parametrize("mod", [softmax(128, 128), conv2d_relu(64, 64, 56)], ids=["softmax", "conv2d"])
+def test_launches_are_the_parallel_loops_of_the_real_program(mod):
+    at = SUMMARY.index("launches")
+    found, real = [], []
+    for encoder, candidate in scheduled(mod, 6):
+        _actions, summary = encoder.encode([d[None] for d in candidate.decisions])
+        found.append(round(summary[0, at] * 4))
+        loops = (loop for block in read_program(candidate.mod["main"]) for loop in block.loops)
+        real.append(len({loop.var for loop in loops if loop.kind == PARALLEL and loop.extent > 1}))
+    assert found == real
+    assert len(found) >= 12 and len(set(found)) > 1
+
+
+def test_work_and_bytes_of_all_blocks_are_summed():
+    """Twice the same block, on two cores: each has 64 vectors of 64 lanes, of 32 rows."""
+    nest = addition(32, 128)
+    features = summarise(nest, Env([], 1), cores=2, parallel_limit=32.0).features
+    one, two = (
+        dict(zip(TOGETHER, together([features] * n, [-1.0, 0.0][:n], 2)[0].tolist(), strict=True))
+        for n in (1, 2)
+    )
+    work = 32 * 128 * nest.cost
+    assert [8 * one[name] for name in ("all_work", "lane_work", "thread_work")] == pytest.approx(
+        np.log2([work, work / 16, work / 32]), abs=1e-2
+    )
+    assert 8 * one["bytes_7"] == pytest.approx(np.log2(2 * 4 * 32 * 128 + 4 * 32), abs=0.1)
+    for name in ("all_work", "lane_work", "thread_work", "bytes_0", "bytes_7"):
+        assert 8 * (two[name] - one[name]) == pytest.approx(1.0, abs=1e-2)
+    # The second is computed under the parallel loop of the first.
+    assert one["launches"] == two["launches"] == 0.25
+    assert (one["main_share"], two["main_share"]) == pytest.approx((1.0, 0.5))
 
 
 @pytest.mark.parametrize("program", [matmul, conv2d_relu, softmax])

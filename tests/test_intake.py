@@ -29,6 +29,7 @@ from pretune.intake import (
     parse_shape_options,
     select_tasks,
 )
+from pretune.intake.program import program_from_relax
 from pretune.intake.task import lower_passes
 from pretune_export.torch_programs import program_from_exported
 
@@ -466,9 +467,10 @@ def test_half_precision_of_pytorch_accumulates_in_float32(dtype):
             self.conv = torch.nn.Conv2d(2, 3, 3)
             self.norm = torch.nn.BatchNorm2d(3)
             self.linear = torch.nn.Linear(4, 5)
+            self.last = torch.nn.LayerNorm(5)
 
         def forward(self, x):
-            return self.linear(torch.relu(self.norm(self.conv(x)))) @ x.new_ones(5, 4)
+            return self.last(self.linear(torch.relu(self.norm(self.conv(x))))) @ x.new_ones(5, 4)
 
     torch.manual_seed(0)
     net = Net().to(getattr(torch, dtype)).eval()
@@ -476,7 +478,8 @@ def test_half_precision_of_pytorch_accumulates_in_float32(dtype):
         torch.nn.init.uniform_(values, 0.5, 2.0)
     x = torch.randn(1, 2, 6, 6, dtype=getattr(torch, dtype))
     program = program_from_exported(torch.export.export(net, (x,)))
-    assert {task.args[0][1] for task in program.tasks} == {dtype}
+    products = [task for task in program.tasks if re.search("conv2d|matmul", task.name)]
+    assert len(products) == 3 and {task.args[0][1] for task in products} == {dtype}
     conv = next(task for task in program.tasks if "conv2d" in task.name)
     assert "float32" in conv.mod.script()
     assert re.fullmatch(r"fused_conv2d\d*_add\d*_cast\d*_relu\d*", conv.name), conv.name  # the norm is folded
@@ -487,6 +490,18 @@ def test_half_precision_of_pytorch_accumulates_in_float32(dtype):
     np.testing.assert_allclose(
         output.astype("float32"), net(x).detach().float().numpy(), rtol=0.05, atol=0.05
     )
+
+
+def test_an_operator_without_a_program_for_its_types_is_an_input_error():
+    from tvm import relax
+
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((8, 64), "bfloat16"))
+    with builder.function("main", [x]):
+        one = relax.const(np.ones(64, dtype=ml_dtypes.bfloat16))
+        builder.emit_func_output(builder.emit(relax.op.nn.layer_norm(x, one, one, axes=-1)))
+    with pytest.raises(InputError, match=r"net: TVM cannot compile this program: .*layer_norm"):
+        program_from_relax(builder.get(), target=TARGET, name="net")
 
 
 def test_constant_subgraphs_of_pytorch_are_folded():

@@ -23,11 +23,12 @@ from pretune_export.dataset import TaskData
 from pretune_export.encoded import Machine, data_key, load_data
 from pretune_export.evidence.fidelity import FIGURES, MANY, TASKS, fidelity, with_many_schedules
 from pretune_export.evidence.plots import draw
-from pretune_export.evidence.ranking import judge, rankable
+from pretune_export.evidence.ranking import figures, judge, rankable
 from pretune_export.evidence.scaling import count
 from pretune_export.evidence.search import curves, summarise
 from pretune_export.nets import WorldModelNet
-from pretune_export.train import ENOUGH, load_best, score_task
+from pretune_export.quality import ENOUGH, score_task
+from pretune_export.train import load_best
 
 
 @torch.no_grad()
@@ -74,10 +75,10 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
     -------
     dict
         ``test`` and ``validation`` as `judge` gives them, with ``rollout_error``, each only if the datasets
-        have it; ``main``, which of the two the figures to quote come from (the test split where there is
-        one); ``mean`` of that; ``fidelity`` if tasks of `main` have many schedules; ``baselines``, with the
-        ``gain`` over each in top-1; ``ablations``, ``scaling``, ``search`` and ``curves`` as far as they were
-        made.
+        have it, and without the tasks of ``fidelity`` where there are others; ``main``, which of the two the
+        figures to quote come from (the test split where there is one); ``mean`` of that; ``fidelity`` if
+        tasks of `main` have many schedules; ``baselines``, with the ``gain`` over each in top-1;
+        ``ablations``, ``scaling``, ``search`` and ``curves`` as far as they were made.
 
     Raises
     ------
@@ -90,8 +91,10 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
     def score(task: TaskData) -> np.ndarray:
         return score_task(net, task, data.machines)[0]
 
+    many = with_many_schedules(data.test if rankable(data.test) else data.validation, TASKS, MANY)
+    ranked = {"test": _others(data.test, many), "validation": _others(data.validation, many)}
     splits: dict[str, Any] = {}
-    for split, tasks in (("test", data.test), ("validation", data.validation)):
+    for split, tasks in ranked.items():
         if rankable(tasks):
             error = rollout_error(net, tasks, data.machines)
             splits[split] = {**judge(score, tasks), "rollout_error": error}
@@ -107,16 +110,16 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
                 f"{run / 'baselines.json'} is of other data; run: pretune-export baselines CONFIG {run}"
             )
         result["baselines"] = {
-            name: {split: found[split]["mean"] for split in splits}
-            | {"gain": _gain(splits[main]["rows"], found[main]["rows"])}
+            name: {split: figures(_rows(found[split], ranked[split])) for split in splits}
+            | {"gain": _gain(splits[main]["rows"], _rows(found[main], ranked[main]))}
             for name, found in baselines["baselines"].items()
         }
-    if many := with_many_schedules(getattr(data, main), TASKS, MANY):
+    if many:
         result["fidelity"] = fidelity(score, many)
         if baselines:
-            keys = {(task.task, task.groups[0].machine) for task in many}
             result["fidelity"]["baselines"] = {
-                name: _mean_of(found[main]["rows"], keys) for name, found in baselines["baselines"].items()
+                name: {f: figures(_rows(found[main], many))[f] for f in FIGURES}
+                for name, found in baselines["baselines"].items()
             }
     if ablations := _part(run, "ablations"):
         result["ablations"] = ablations
@@ -161,7 +164,16 @@ def _gain(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str,
     return {"mean": float(np.mean(difference)), "low": float(low), "high": float(high)}
 
 
-def _mean_of(rows: list[dict[str, Any]], keys: set[tuple[str, str]]) -> dict[str, float]:
-    """Means of the fidelity figures over the rows of some tasks and machines."""
-    own = [row for row in rows if (row["id"], row["machine"]) in keys]
-    return {f: float(np.mean([row[f] for row in own])) for f in FIGURES}
+def _others(tasks: list[TaskData], many: list[TaskData]) -> list[TaskData]:
+    """Tasks for the ranking: those with many schedules, chosen another way, are judged apart (`fidelity`).
+
+    Where there are no others, it is those.
+    """
+    apart = {id(task) for task in many}
+    return [task for task in tasks if id(task) not in apart] or tasks
+
+
+def _rows(found: dict[str, Any], tasks: list[TaskData]) -> list[dict[str, Any]]:
+    """The rows of a `judge` that are of `tasks`."""
+    keys = {(task.task, task.groups[0].machine) for task in tasks}
+    return [row for row in found["rows"] if (row["id"], row["machine"]) in keys]

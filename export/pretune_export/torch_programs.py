@@ -97,6 +97,7 @@ def program_from_exported(
                 )
             _fold_constants(exported.graph_module)
             _round_products(exported.graph_module)
+            _widen_norms(exported.graph_module)
             mod = from_exported_program(exported, keep_params_as_input=False, run_ep_decomposition=False)
     except InputError:
         raise
@@ -156,6 +157,36 @@ _PRODUCTS = {
 }
 
 
+def _cast(module: Any, value: Any, dtype: Any) -> Any:
+    import torch
+
+    return module.graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype})
+
+
+def _round(module: Any, node: Any, dtype: Any) -> None:
+    """Cast what a node gives, for all of its users."""
+    with module.graph.inserting_after(node):
+        rounded = _cast(module, node, dtype)
+        rounded.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)
+
+
+def _widen_norms(module: Any) -> None:
+    """Compute layer norms of bfloat16 in float32, as PyTorch does inside: TVM has none of bfloat16."""
+    import torch
+
+    for node in list(module.graph.nodes):
+        if str(node.target) != "aten.native_layer_norm.default":
+            continue
+        if node.args[0].meta["val"].dtype != torch.bfloat16:
+            continue
+        with module.graph.inserting_before(node):
+            for argument in node.all_input_nodes:
+                node.replace_input_with(argument, _cast(module, argument, torch.float32))
+        for result in list(node.users):  # of the three the importer has only the first
+            _round(module, result, torch.bfloat16)
+
+
 def _round_products(module: Any) -> None:
     """Give products of half precision the dtype that they have in PyTorch, after the bias.
 
@@ -164,9 +195,6 @@ def _round_products(module: Any) -> None:
     """
     import torch
 
-    def cast(value: Any, dtype: torch.dtype) -> Any:
-        return module.graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype})
-
     for node in list(module.graph.nodes):
         value = node.meta.get("val")
         if str(node.target) not in _PRODUCTS or value.dtype not in (torch.float16, torch.bfloat16):
@@ -174,8 +202,5 @@ def _round_products(module: Any) -> None:
         bias = _PRODUCTS[str(node.target)]
         if bias is not None and len(node.args) > bias and node.args[bias] is not None:
             with module.graph.inserting_before(node):
-                node.update_arg(bias, cast(node.args[bias], torch.float32))
-        with module.graph.inserting_after(node):
-            rounded = cast(node, value.dtype)
-            rounded.meta["val"] = value
-        node.replace_all_uses_with(rounded, delete_user_cb=lambda user, rounded=rounded: user is not rounded)
+                node.update_arg(bias, _cast(module, node.args[bias], torch.float32))
+        _round(module, node, value.dtype)

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretune.bench.stats import spearman
 from pretune.errors import OptionError
 from pretune.model.weights import ISA_LEVELS
 from pretune_export.batches import make_batch
 from pretune_export.config import TrainConfig
-from pretune_export.dataset import Dataset, TaskData
+from pretune_export.dataset import Dataset
 from pretune_export.distributed import any_of, average_gradients, first_alone, rank, wait_for_all, world_size
-from pretune_export.encoded import Data, Machine, data_key, load_data
-from pretune_export.losses import Decoder, losses, predict
+from pretune_export.encoded import Data, data_key, load_data
+from pretune_export.losses import Decoder, losses
 from pretune_export.nets import Sizes, WorldModelNet, load_net
 from pretune_export.pretrain import load_pretrained
+from pretune_export.quality import merit, validate
 
 RECIPE = 3
 """Raised whenever the same configuration comes to train other weights, if only since a default is another."""
@@ -49,62 +49,6 @@ def run_key(config: TrainConfig) -> str:
         settings["base"] = hashlib.sha256(networks.read_bytes()).hexdigest()
     text = json.dumps([RECIPE, data_key(config, config.datasets), settings], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-ENOUGH = 8
-"""A task with fewer candidates says little about a ranking."""
-
-
-def top_k(score: np.ndarray, latency: np.ndarray, k: int) -> float:
-    """Best latency over the best latency among the `k` best-ranked candidates."""
-    best = latency[np.argsort(-score, kind="stable")[:k]].min()
-    return float(latency.min() / best)
-
-
-@torch.no_grad()
-def score_task(
-    net: WorldModelNet, task: TaskData, machines: dict[str, Machine], without: str = ""
-) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and latencies of all candidates of a task."""
-    batch = make_batch([task], machines, 10**9, np.random.default_rng(0), states=False)
-    score, _ = predict(net, batch, without)
-    return score.numpy(), np.exp(-batch.target.numpy().astype(np.float64))
-
-
-def validate(
-    net: WorldModelNet, tasks: list[TaskData], machines: dict[str, Machine], without: str = ""
-) -> dict[str, float]:
-    """Mean top-1, top-5 and Spearman over tasks with at least `ENOUGH` candidates.
-
-    Raises
-    ------
-    OptionError
-        If there is no such task.
-    """
-    net.eval()
-    rows = []
-    for task in tasks:
-        score, latency = score_task(net, task, machines, without)
-        if len(score) >= ENOUGH:
-            rows.append((top_k(score, latency, 1), top_k(score, latency, 5), spearman(score, -latency)))
-    net.train()
-    if not rows:
-        raise OptionError(
-            f"no validation task has {ENOUGH} measured schedules, so no epoch can be chosen; "
-            "run: pretune-export collect, for networks of the validation split too"
-        )
-    mean = np.mean(rows, axis=0)
-    return {
-        "top1": float(mean[0]),
-        "top5": float(mean[1]),
-        "spearman": float(mean[2]),
-        "tasks": float(len(rows)),
-    }
-
-
-def merit(quality: Mapping[str, float]) -> float:
-    """What epochs and weights are compared by: the good end of the ranking counts most."""
-    return quality["top1"] + quality["top5"] + 0.5 * quality["spearman"]
 
 
 def fit_inputs(net: WorldModelNet, data: Data) -> None:

@@ -18,7 +18,8 @@ from pretune_export.encoded import Machine, load_data
 from pretune_export.evidence.ranking import judge
 from pretune_export.losses import predict, rank
 from pretune_export.nets import WorldModelNet
-from pretune_export.train import ENOUGH, load_best, score_task, top_k, train
+from pretune_export.quality import ENOUGH, score_task, top_k
+from pretune_export.train import load_best, train
 
 
 def ablate(config: TrainConfig, run: Path, *, epochs: int) -> dict[str, dict[str, float]]:

@@ -4,11 +4,10 @@ Random schedules of held-out tasks, such as 1 000 for each of 12 subgraphs that 
 
     pretune-export suite paper22.py suite.jsonl.gz
     pretune-export collect suite.jsonl.gz collected --random 1000 --rounds 0 --limit 12 --min-space 5000
-    pretune-export dataset collected --corpus suite.jsonl.gz --out hub_cards/datasets/NAME-test \\
-        --machine HOST --append
+    pretune-export dataset collected --corpus suite.jsonl.gz --out hub_cards/datasets/NAME-fidelity \\
+        --machine HOST
 
-An evaluation with that folder among the ``test_datasets`` of its configuration takes them up, together with
-what HOST measured of these tasks before.
+An evaluation with that folder among the ``test_datasets`` of its configuration takes them up.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 from pretune.bench.stats import spearman
 from pretune_export.batches import FAILED
 from pretune_export.dataset import TaskData
-from pretune_export.train import ENOUGH, top_k
+from pretune_export.quality import ENOUGH, top_k
 
 Scorer = Callable[[TaskData], np.ndarray]
 """Scores of all candidates of a task, in the order of its groups: ``[n]``, higher is faster."""

@@ -18,7 +18,8 @@ from pretune_export.config import TrainConfig
 from pretune_export.dataset import Dataset, TaskData, compact
 from pretune_export.encoded import load_data
 from pretune_export.evidence.ranking import judge
-from pretune_export.train import load_best, score_task, train
+from pretune_export.quality import score_task
+from pretune_export.train import load_best, train
 
 
 def subset(

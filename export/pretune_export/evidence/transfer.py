@@ -22,7 +22,8 @@ from pretune_export.evidence.ranking import judge
 from pretune_export.evidence.scaling import count
 from pretune_export.finetune.plan import FINE_TUNING, SCHEDULES
 from pretune_export.nets import WorldModelNet, load_net
-from pretune_export.train import load_best, score_task, train
+from pretune_export.quality import score_task
+from pretune_export.train import load_best, train
 
 VALIDATION = 0.15
 """Share of the schedules that is spent on choosing the epoch: they have to be measured too."""

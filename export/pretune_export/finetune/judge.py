@@ -26,7 +26,8 @@ from pretune_export.evidence.ranking import judge, rankable
 from pretune_export.nets import WorldModelNet, load_net
 from pretune_export.networks import CorpusTask
 from pretune_export.networks.corpus import pick
-from pretune_export.train import ENOUGH, load_best, merit, score_task
+from pretune_export.quality import ENOUGH, merit, score_task
+from pretune_export.train import load_best
 
 if TYPE_CHECKING:
     from pretune.measure import Pool

@@ -36,7 +36,8 @@ from pretune_export.finetune.measure import Budget, Measurer
 from pretune_export.finetune.plan import MEASURE, TRAIN, Plan, Settings, fine_tuning, make_plan
 from pretune_export.finetune.register import export, finish, name_of, register, used_by, withdraw
 from pretune_export.networks import CorpusTask
-from pretune_export.train import ENOUGH, run_key, train
+from pretune_export.quality import ENOUGH
+from pretune_export.train import run_key, train
 
 if TYPE_CHECKING:
     from tvm.target import Target

@@ -49,7 +49,7 @@ from pretune.features.schema import (
     SUMMARY,
 )
 from pretune.features.state import describe_loop
-from pretune.features.summary import UNROLLED, Summary, summarise, unroll
+from pretune.features.summary import UNROLLED, Summary, summarise, together, unroll
 from pretune.space.slots import INLINE, ROOT
 
 _log = logging.getLogger(__name__)
@@ -174,14 +174,13 @@ class ActionEncoder:
     def summarise(self, env: Env) -> np.ndarray:
         """The ranker's view of all actions together: float32 ``[n, len(SUMMARY)]``."""
         out = np.zeros((env.n, len(SUMMARY)), dtype=np.float32)
-        for i, nest in enumerate(self._final[:MAX_POSTPROC]):
-            if i < 2:
-                self._describe_nest(out[:, i * len(NEST) : (i + 1) * len(NEST)], nest, env, unrolled=True)
-            else:
-                one = np.empty((env.n, len(NEST)), dtype=np.float32)
-                self._describe_nest(one, nest, env, unrolled=True)
-                rest = out[:, 2 * len(NEST) : 3 * len(NEST)]
-                np.maximum(rest, one, out=rest)
+        nests = [out[:, i * len(NEST) : (i + 1) * len(NEST)] for i in range(2)]
+        nests += [np.empty((env.n, len(NEST)), dtype=np.float32) for _nest in self._final[2:MAX_POSTPROC]]
+        left = self._final[:MAX_POSTPROC]
+        for features, nest in zip(nests, left, strict=False):
+            self._describe_nest(features, nest, env, unrolled=True)
+        if len(left) > 2:
+            out[:, 2 * len(NEST) : 3 * len(NEST)] = functools.reduce(np.maximum, nests[2:])
         tail = 3 * len(NEST)
         if self._final:
             out[:, tail : tail + len(BLOCK)] = describe_block(
@@ -193,6 +192,9 @@ class ActionEncoder:
             out[:, tail] = np.log2(env.get(unroll) + 1.0) * 0.1
         out[:, tail + 1] = len(self._final) * 0.125
         out[:, tail + 2] = "meta_schedule.parallel" in self._annotated
+        if left:
+            depths = [-1.0 if nest.depth is None else env.get(nest.depth) for nest in left]
+            out[:, tail + 3 :] = together(nests[: len(left)], depths, self.cores)
         return out
 
     # -- following the trace ---------------------------------------------------------------------------------
@@ -248,7 +250,11 @@ class ActionEncoder:
 
     def _do_getloops(self, inputs: list, attrs: list, outputs: list) -> None:
         nest = self._values.get(inputs[0])
-        loops = nest.loops if isinstance(nest, Nest) else []
+        loops = list(nest.loops) if isinstance(nest, Nest) else []
+        # Of those that are no loops, as under a fixed location, and those for which TVM makes none.
+        for surely in (_is_absent, _is_trivial):
+            gone = [loop for loop in loops if surely(loop)][: max(len(loops) - len(outputs), 0)]
+            loops = [loop for loop in loops if loop not in gone]
         # A replay keeps the number of loops; where ours differs the innermost ones are the sure ones.
         for out, loop in zip(reversed(outputs), reversed(loops), strict=False):
             self._values[out] = loop
@@ -332,7 +338,7 @@ class ActionEncoder:
         factors = [self._extent(f) for f in inputs[1:]]
         known = [f for f in factors if f is not None]
         parts = [f if f is not None else quotient(loop.extent, known) for f in factors]
-        if not loop.extent.slots and Env([], 1).get(loop.extent) == 1.0:
+        if _is_trivial(loop):
             # Splitting a loop of one iteration is no event; the parts still need names.
             one = replace(loop.components[-1], extent=const(1.0), is_reduce=loop.is_reduce)
             ones = [NestLoop([replace(one)], loop.present) for _ in parts]
@@ -553,7 +559,7 @@ class ActionEncoder:
             accesses = [Access(a.buffer, a.is_write, list(a.index)) for a in nest.accesses]
             frozen = Nest(
                 nest.name, list(nest.axes), accesses, list(nest.ops), list(nest.loops), nest.has_init,
-                nest.inlined, nest.at_root, cuts=nest.all_cuts(),
+                nest.inlined, nest.at_root, cuts=nest.all_cuts(), depth=nest.depth,
                 alone=self._alone(nest),
             )  # fmt: skip
             for other in self._frozen.values():
@@ -832,6 +838,16 @@ def _where(holds: Extent, extent: Extent) -> Extent:
     return Extent(evaluate, extent.slots | holds.slots)
 
 
+def _is_absent(loop: NestLoop) -> bool:
+    """Whether there is no such loop, whatever the decisions."""
+    return loop.present is not None and not loop.present.slots and not Env([], 1).get(loop.present)
+
+
+def _is_trivial(loop: NestLoop) -> bool:
+    """Whether the loop is one iteration, whatever the decisions."""
+    return not loop.extent.slots and Env([], 1).get(loop.extent) == 1.0
+
+
 def _both(a: Extent, b: Extent | None) -> Extent:
     if b is None:
         return a
@@ -899,7 +915,7 @@ def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
         ],
         list(owner.ops),
         [
-            NestLoop([Component(rest, part, False, 0)]) if other is loop
+            NestLoop([Component(rest, part, False, 0)], loop.present) if other is loop
             else NestLoop([replace(c, axis=moved.get(c.axis, -1)) for c in other.components], other.present)
             for other in owner.loops
         ],
@@ -908,7 +924,7 @@ def _rfactor(owner: Nest, loop: NestLoop) -> Nest:
     )  # fmt: skip
     owner.axes = [(part, True), *(owner.axes[i] for i in spatial)]
     owner.loops = [
-        NestLoop([Component(0, part, True)]) if other is loop
+        NestLoop([Component(0, part, True)], loop.present) if other is loop
         else NestLoop([replace(c, axis=placed.get(c.axis, -1)) for c in other.components], other.present)
         for other in owner.loops if other is loop or not other.is_reduce
     ]  # fmt: skip

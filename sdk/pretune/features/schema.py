@@ -6,7 +6,7 @@ inputs would differ. Change it whenever any feature changes its meaning, place o
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 CAPACITIES = (256, 512, 2 << 10, 24 << 10, 192 << 10, 768 << 10, 4 << 20, 32 << 20)
 """Bytes of the imagined memories at which reuse is summarised: the registers of SSE, AVX2 and AVX-512, and
@@ -65,6 +65,12 @@ ANNOTATION = (*(f"key_{k}" for k in ANNOTATIONS), "annotation_value")
 ACTION = (*NEST, *LOOP, *DECISION, *BLOCK, *ANNOTATION)
 """All features of one action, in order."""
 
+TOGETHER = (
+    "all_work", "lane_work", "thread_work", *(f"bytes_{c}" for c in range(len(CAPACITIES))), "launches",
+    "main_share",
+)  # fmt: skip
+"""Of all blocks of a program together (see `pretune.features.summary.together`)."""
+
 # What the ranker sees of all actions together.
 SUMMARY = (
     *(f"main_{f}" for f in NEST),
@@ -74,6 +80,7 @@ SUMMARY = (
     "unroll",
     "blocks",
     "spaces_parallel",
+    *TOGETHER,
 )
 
 # The state encoder's rows: one per block, and one per loop around it.

@@ -67,8 +67,9 @@ def encode_blocks(blocks: Sequence[Block], *, cores: int = 1) -> State:
     total = sum(work) or 1.0
     rows = np.zeros((max(len(blocks), 1), len(STATE_BLOCK)), dtype=np.float32)
     loops = np.zeros((max(len(blocks), 1), MAX_LOOPS, len(STATE_LOOP)), dtype=np.float32)
+    held = _held(blocks)
     for i, block in enumerate(blocks):
-        nest = _nest_of_state(block)
+        nest = _nest_of_state(block, held[i])
         parallel = _extent_of(block, PARALLEL)
         limit = max((loop.unroll for loop in block.loops), default=0)
         summary = summarise(nest, Env([], 1), cores=cores, parallel=parallel)
@@ -101,7 +102,29 @@ def _extent_of(block: Block, kind: int) -> float:
     return out
 
 
-def _nest_of_state(block: Block) -> Nest:
+def _held(blocks: Sequence[Block]) -> list[int]:
+    """Position of each block's innermost loop that holds another block, or is parallel; -1 for none.
+
+    What sets a reduction to zero counts as a part of it.
+    """
+    holders: dict[int, set[int]] = {}
+    for i, block in enumerate(blocks):
+        for loop in block.loops:
+            holders.setdefault(loop.var, set()).add(i)
+    inits = {i for i, block in enumerate(blocks) if block.name.endswith("_init")}
+    return [
+        max(
+            (
+                at for at, loop in enumerate(block.loops)
+                if loop.kind == PARALLEL or len(holders[loop.var] - inits - {i}) > 0
+            ),
+            default=-1,
+        )
+        for i, block in enumerate(blocks)
+    ]  # fmt: skip
+
+
+def _nest_of_state(block: Block, held: int) -> Nest:
     """A nest whose axes are the loops themselves, so that its features are those of the real program."""
     number = {loop.var: i for i, loop in enumerate(block.loops)}
     reduce_vars = {var for axis in block.axes if axis.is_reduce for var in axis.binding}
@@ -116,7 +139,8 @@ def _nest_of_state(block: Block) -> Nest:
         NestLoop([Component(i, const(max(loop.extent, 1)), loop.var in reduce_vars)])
         for i, loop in enumerate(block.loops)
     ]
-    return Nest(block.name, axes, accesses, list(block.ops), loops, block.has_init)
+    cuts = [const(held)] if held >= 0 else []
+    return Nest(block.name, axes, accesses, list(block.ops), loops, block.has_init, cuts=cuts)
 
 
 def _loop_rows(block: Block, nest: Nest) -> np.ndarray:

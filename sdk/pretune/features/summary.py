@@ -9,6 +9,7 @@ Lam, "A data locality optimizing algorithm", PLDI 1991).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -103,14 +104,13 @@ class Walk:
         For each, by how much its axis, and the other that moves with it, move from one iteration to the next.
     extents : numpy.ndarray
         float32 ``[L + 1, n]``, zero in the last row: no loop.
-    fresh : numpy.ndarray
-        bool ``[L + 1, n]``, whether the axis moves by one, as where no loop within has covered some of it.
+    fresh : list of numpy.ndarray
+        For each ranked access bool ``[L + 1, n]``, whether the axis that moves it goes on by one, as where no
+        loop within has covered some of it.
     open, single : numpy.ndarray
         bool ``[L, n]``, where the extent is not 1, and where it is.
     points, bytes : numpy.ndarray
         float32 ``[L + 1, n]``: of the loops within each level, and of the whole nest.
-    elements : numpy.ndarray
-        float32 ``[len(rank), L + 1, n]``: different ones that each access touches, likewise.
     spatial : numpy.ndarray
         float32 ``[L + 1, n]``: points as `points` has them, without loops of reductions.
     is_reduce : numpy.ndarray
@@ -150,24 +150,19 @@ class Walk:
         self.open = self.extents[:-1] > 1.0
         self.single = ~self.open
         self._follow_accesses(shape, env, extents)
-        self.fresh = np.zeros(self.extents.shape, dtype=bool)
-        for i, step in enumerate(self.steps):
-            self.fresh[i] = np.equal(step, 1.0)
+        self.fresh = self._fresh(shape)
         self.rows = self._rows(shape, env)
 
     def _follow_accesses(self, shape: Shape, env: Env, extents: list[Value]) -> None:
         tiles: dict[int, Value] = {}
         spans: list[Value] = [span(size, form, tiles) for size, form in shape.dims]
+        self._spans = [spans.copy()]
+        self._dims_of = shape.dims_of
 
-        self.elements = np.ones((len(shape.rank), *self.points.shape), dtype=np.float32)
+        def touched_by(k: int) -> Value:
+            return footprint(shape.rank[k], [spans[d] for d in shape.dims_of[k]])
 
-        def touched_by(k: int, level: int) -> Value:
-            along = [spans[d] for d in shape.dims_of[k]]
-            for one in along:
-                self.elements[k, level] *= one
-            return footprint(shape.rank[k], along)
-
-        touched = [touched_by(k, 0) for k in range(len(shape.rank))]
+        touched = [touched_by(k) for k in range(len(shape.rank))]
         self.bytes[0] = sum(touched)
         for i, ((_position, component), extent) in enumerate(zip(self.levels, extents, strict=True)):
             axis, also = component.axis, component.also
@@ -182,12 +177,35 @@ class Walk:
             moved, seen = shape.moves[axis, also]
             for d in moved:
                 spans[d] = span(*shape.dims[d], tiles)
-            for k in range(len(shape.rank)):
-                if k in seen:
-                    touched[k] = touched_by(k, i + 1)
-                else:
-                    self.elements[k, i + 1] = self.elements[k, i]
+            for k in seen:
+                touched[k] = touched_by(k)
             self.bytes[i + 1] = sum(touched) if moved else self.bytes[i]
+            self._spans.append(spans.copy())
+
+    def _fresh(self, shape: Shape) -> list[np.ndarray]:
+        by_axis, by_also = np.zeros((2, *self.extents.shape), dtype=bool)
+        for i in range(len(self.levels)):
+            by_axis[i], by_also[i] = np.equal(self.steps[i], 1.0), np.equal(self.also_steps[i], 1.0)
+        if all(component.also < 0 for _position, component in self.levels):
+            return [by_axis] * len(shape.rank)
+        moves = [[not a.stride(c.axis) for _position, c in self.levels] + [False] for a in shape.rank]
+        return [np.where(np.array(also)[:, None], by_also, by_axis) for also in moves]
+
+    def elements(self, levels: slice) -> np.ndarray:
+        """Different elements that each access touches within so many of the innermost loops.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 ``[len(rank), levels, n]``
+        """
+        every = self._spans[levels]
+        out = np.ones((len(self._dims_of), len(every), self.points.shape[1]), dtype=np.float32)
+        for k, dims in enumerate(self._dims_of):
+            for level, spans in enumerate(every):
+                for d in dims:
+                    out[k, level] *= spans[d]
+        return out
 
     def _rows(self, shape: Shape, env: Env) -> np.ndarray:
         points, found = self.points, np.zeros(self.points.shape, dtype=np.uint8)  # loops met so far
@@ -282,6 +300,10 @@ class Summary:
     walk : Walk
     vector : numpy.ndarray
         float32 ``[n]``
+    whole : numpy.ndarray
+        bool ``[n]``, where all loops become a parallel one and the vector.
+    inside : numpy.ndarray
+        uint8 ``[n]``, how many of the walk's levels hold no other block and are not parallel.
     which : numpy.ndarray
         Which of the walk's candidates they are: int ``[n]``.
     """
@@ -289,11 +311,16 @@ class Summary:
     features: np.ndarray
     walk: Walk
     vector: np.ndarray
+    whole: np.ndarray
+    inside: np.ndarray
     which: np.ndarray
 
     def take(self, which: np.ndarray | slice) -> Summary:
         """Of other candidates, by the number of the one here that they agree with."""
-        return Summary(self.features[which], self.walk, self.vector[which], self.which[which])
+        return Summary(
+            self.features[which], self.walk, self.vector[which], self.whole[which], self.inside[which],
+            self.which[which],
+        )  # fmt: skip
 
 
 def summarise(
@@ -325,9 +352,12 @@ def summarise(
     depth, lengths, first = _vector(nest, walk, cuts, vector_limit)
     vector, *runs = pick(points, np.stack([depth, *lengths]))
     fused: Value = 1.0 if parallel is None else parallel
+    # Nothing is unrolled across a loop that holds another block, nor across a parallel one.
+    bound: Value = functools.reduce(np.maximum, cuts, -1.0)
     whole: np.ndarray | None = None
     if parallel is None and parallel_limit > 0:
-        fused = _fused(nest, env, cuts, first, parallel_limit)
+        fused, last = _fused(nest, env, cuts, first, parallel_limit)
+        bound = np.maximum(bound, last)
         if vector_limit > 1:
             whole = _whole(nest, walk, cuts)
     if whole is not None:
@@ -360,7 +390,19 @@ def summarise(
         loops = np.stack([rows[_N["vector"]], rows[_N["parallel"]], np.zeros_like(vector)], axis=1)
         features[whole, _INNER] = loops[whole]
         features[whole, _N["loops"]] = 0.0625 * (1.0 + (rows[_N["parallel"]][whole] > 0))
-    return Summary(features, walk, vector, np.arange(env.n))
+    inside = np.full(env.n, len(walk.levels), dtype=np.uint8)
+    if not np.all(np.less(bound, 0.0)):
+        inside = functools.reduce(
+            np.add, (np.greater(at, bound) for at in walk.positions), np.zeros_like(inside)
+        )
+    return Summary(
+        features,
+        walk,
+        vector,
+        np.zeros(env.n, dtype=bool) if whole is None else whole,
+        inside,
+        np.arange(env.n),
+    )
 
 
 def unroll(summary: Summary, limit: Value) -> np.ndarray:
@@ -370,8 +412,8 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
     (``pragma_auto_unroll_max_step``), and LLVM what is as short as `LLVM_UNROLLS`. A loop that became lanes
     of a vector is no loop any more. Where everything within the innermost reduction is unrolled, LLVM can
     keep the accumulators in registers. The first loop that is left may become lanes too, of LLVM's making, as
-    far as the accesses that are described tell. Not told apart are loops that hold another block, or are
-    parallel, from those that can be unrolled.
+    far as the accesses that are described tell. A loop that holds another block, or is parallel, ends the
+    body, and counts as no loop around it.
 
     Parameters
     ----------
@@ -384,8 +426,8 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
     numpy.ndarray
         float32 ``[n, .]``
     """
-    walk, which, vector = summary.walk, summary.which, summary.vector
-    points = walk.points[:, which]
+    walk, which, vector, whole = summary.walk, summary.which, summary.vector, summary.whole
+    points, inside = walk.points[:, which], summary.inside
 
     def at(table: np.ndarray, level: np.ndarray) -> np.ndarray:
         return table.ravel().take(level.astype(np.intp) * table.shape[1] + which)
@@ -393,17 +435,19 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
     # Where two axes became one, extents are estimates: what adds less than half a lane is no loop.
     in_vector = count(points[1:] <= vector + 0.5)
     lanes = pick(points, in_vector)
-    unrolled = pick(points, count(points[1:] <= limit * lanes)) / lanes
+    tvm = np.maximum(np.minimum(count(points[1:] <= limit * lanes), inside), in_vector)
     per_vector = np.ceil(vector / REGISTER_LANES)  # registers
     body = count(points[1:] <= np.maximum(limit, LLVM_UNROLLS / per_vector) * lanes)
+    body = np.maximum(np.minimum(body, inside), in_vector)
     size, spatial = pick(points, body), at(walk.spatial, body)
     # Accumulators stay in registers through the reductions that follow on the body.
     accumulated = pick(points, count(walk.spatial[1:, which] <= spatial)) / spatial
     rolled = count(points[1:] <= size)  # loops of one iteration are none
+    rolled[rolled >= inside] = len(walk.levels)
     extent, is_reduce = log2(at(walk.extents, rolled)), walk.is_reduce[rolled]
 
     loads, broadcast, contiguous = np.zeros((3, ACCESSES, len(which)), dtype=np.float32)
-    for k, elements in enumerate(walk.elements):
+    for k, elements in enumerate(walk.elements(slice(int(body.max(initial=0)) + 1))):
         touched, together = at(elements, body), at(elements, in_vector)
         is_ramp = summary.features[:, _N[f"vector_whole_{k}"]] > 0
         # Lanes that are neither consecutive nor one element are gathered one by one.
@@ -411,11 +455,12 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
         loads[k] = np.log2(np.maximum(loaded * lanes / (size * per_vector), 2.0**-12)) * 0.125
     stride = walk.strides.take(rolled, axis=1)
     broadcast[: len(stride)] = stays = stride == 0
-    contiguous[: len(stride)] = goes_on = (stride == 1) & at(walk.fresh, rolled)
+    goes_on = (stride == 1) & np.array([at(fresh, rolled) for fresh in walk.fresh]).reshape(stride.shape)
+    contiguous[: len(stride)] = goes_on
     vectorisable = (vector == 1.0) & ~is_reduce & (stays | goes_on).all(0) & (contiguous[0] > 0)
-    return np.stack(
+    found = np.stack(
         [
-            log2(unrolled), walk.accumulators[which] <= np.maximum(limit, 1.0) * lanes,
+            log2(pick(points, tvm) / lanes), (walk.accumulators[which] <= size) & walk.is_reduce.any(),
             np.log2(at(walk.bytes, body) / size) * 0.125, log2(spatial / lanes * per_vector), *loads,
             log2(accumulated), extent, is_reduce,
             extent * vectorisable, vectorisable & (np.mod(at(walk.extents, rolled), REGISTER_LANES) == 0),
@@ -423,6 +468,73 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
         ],
         axis=1, dtype=np.float32,
     )  # fmt: skip
+    if whole.any():
+        found[whole] = 0.0
+        found[whole, : 4 + ACCESSES] = _body_of_whole(summary)
+    return found
+
+
+def _body_of_whole(summary: Summary) -> np.ndarray:
+    """The first features of `unroll` where all loops become one: the body is a vector, with its even share.
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 ``[., 4 + ACCESSES]``, of those candidates alone.
+    """
+    walk, which, vector = summary.walk, summary.which[summary.whole], summary.vector[summary.whole]
+    out = np.zeros((len(which), 4 + ACCESSES), dtype=np.float32)
+    points, per_vector = walk.points[-1, which], np.ceil(vector / REGISTER_LANES)
+    out[:, 2] = np.log2(walk.bytes[-1, which] / points) * 0.125
+    out[:, 3] = log2(per_vector)
+    for k, elements in enumerate(walk.elements(slice(-1, None))[:, 0, which]):
+        is_ramp = summary.features[summary.whole, _N[f"vector_whole_{k}"]] > 0
+        touched = np.maximum(vector * elements / points, 1.0)
+        # Of a vector of its own an access may be a ramp that is none over all of the loops.
+        loaded = np.where(is_ramp | (touched == 1.0), np.ceil(touched / REGISTER_LANES), vector)
+        out[:, 4 + k] = np.log2(loaded / per_vector) * 0.125
+    return out
+
+
+_TOGETHER_OF = [_N["work"], _N["vector"], _N["points"], *range(*_TRAFFIC.indices(len(NEST)))]
+
+
+def together(nests: Sequence[np.ndarray], depths: Sequence[Value], cores: int) -> np.ndarray:
+    """What the blocks of a program amount to: features `schema.TOGETHER`.
+
+    Work is counted as it is (``all_work``), in registers full of lanes (``lane_work``), and as the thread
+    with most of it has it (``thread_work``); bytes as those moved into each of the imagined memories. Each
+    block that has a parallel loop of its own starts threads anew (``launches``).
+
+    Parameters
+    ----------
+    nests : sequence of numpy.ndarray
+        Features ``[n, len(NEST)]`` of each block, the costliest first.
+    depths : sequence of float or numpy.ndarray
+        Position of the other block's loop that it is computed under; negative for none.
+    cores : int
+
+    Returns
+    -------
+    numpy.ndarray
+        float32 ``[n, len(TOGETHER)]``
+    """
+    n = len(nests[0])
+    sums = np.zeros((3 + len(CAPACITIES), n), dtype=np.float32)
+    main, launches = np.zeros(n, dtype=np.float32), np.zeros(n, dtype=np.float32)
+    for i, (nest, depth) in enumerate(zip(nests, depths, strict=True)):
+        work, vector, points, *traffic = np.exp2(8.0 * nest[:, _TOGETHER_OF].T)
+        remains = 1.0 - nest[:, _N["inlined"]]
+        lanes = work * remains / np.minimum(vector, REGISTER_LANES)
+        sums[0] += work * remains
+        sums[1] += lanes
+        sums[2] += lanes * ((nest[:, _N["imbalance"]] + 1.0) / cores)
+        sums[3:] += points * remains * traffic
+        if i == 0:
+            main = sums[2].copy()
+        launches += remains * (nest[:, _N["parallel"]] > 0) * np.less(depth, 0.0)
+    share = main / np.maximum(sums[2], 1e-6)
+    return np.concatenate([log2(sums + 1.0), [launches * 0.25, share]]).T
 
 
 class _Lanes:
@@ -490,9 +602,7 @@ def _vector(
     lengths = [depth.copy() for _access in nest.shape.rank]
     first = np.full(n, np.inf, dtype=np.float32)
     # No vector across a loop whose body holds another block too.
-    cut: Value = -1.0
-    for one in cuts:
-        cut = np.maximum(cut, one)
+    cut: Value = functools.reduce(np.maximum, cuts, -1.0)
     for i, (_position, component) in enumerate(walk.levels):
         position = walk.positions[i]
         if cuts:
@@ -527,12 +637,19 @@ def _whole(nest: Nest, walk: Walk, cuts: Sequence[Value]) -> np.ndarray | None:
     return whole if whole.any() else None
 
 
-def _fused(nest: Nest, env: Env, cuts: Sequence[Value], first: np.ndarray, limit: float) -> Value:
-    """Extent of the parallel loop: RewriteParallelVectorizeUnroll fuses outer loops up to the limit.
+def _fused(
+    nest: Nest, env: Env, cuts: Sequence[Value], first: np.ndarray, limit: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The parallel loop: RewriteParallelVectorizeUnroll fuses outer loops up to the limit.
 
     `first` is the position of the vector's outermost loop: it takes precedence.
+
+    Returns
+    -------
+    extent, last : numpy.ndarray
+        float32 ``[n]``, `last` the position of the innermost loop that it is made of; -1 without any.
     """
-    fused = np.ones(env.n, dtype=np.float32)
+    fused, last = np.ones(env.n, dtype=np.float32), np.full(env.n, -1.0, dtype=np.float32)
     goes_on = np.ones(env.n, dtype=bool)
     for at, component in reversed(nest.shape.levels):
         position, extent = env.get(at), env.get(component.extent)
@@ -541,9 +658,10 @@ def _fused(nest: Nest, env: Env, cuts: Sequence[Value], first: np.ndarray, limit
             goes_on &= extent <= 1.0
             continue
         fused *= np.where(goes_on, extent, np.float32(1.0))
+        last = np.where(goes_on & np.greater(extent, 1.0), np.float32(position), last)
         goes_on &= fused <= limit
         for cut in cuts:
             goes_on &= np.not_equal(cut, position)
         if not goes_on.any():
             break
-    return fused
+    return fused, last

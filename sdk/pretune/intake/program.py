@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import tvm
 
-from pretune.errors import InputError, OptionError
+from pretune.errors import InputError, OptionError, one_line
 from pretune.intake.relax_prepare import prepare_relax
 from pretune.intake.task import Task, make_task, parameter_buffers, tasks_of_relax
 
@@ -169,7 +169,8 @@ def program_from_relax(
     Raises
     ------
     InputError
-        If the module has no entry, inputs that are no tensors or dynamic, or nothing to tune.
+        If the module has no entry, inputs that are no tensors or dynamic, nothing to tune, or an operator
+        that TVM has no program for.
     """
     mod = _with_main(mod, name)
     params = list(mod["main"].params)
@@ -181,12 +182,16 @@ def program_from_relax(
             raise InputError(f"{name}: input {input_name!r} is not a tensor with a shape, which tuning needs")
         declared[input_name] = shape
     fixed = check_shapes(declared, shapes or {})
-    mod = prepare_relax(_bind_dims(mod, params, list(fixed.values()), name))
+    mod = _bind_dims(mod, params, list(fixed.values()), name)
+    try:
+        mod = prepare_relax(mod)
+        tasks = tasks_of_relax(mod, target)
+    except RuntimeError as error:  # of TVM's passes: operators that have no program for these types
+        raise InputError(f"{name}: TVM cannot compile this program: {one_line(error)}") from error
     inputs = tuple(
         TensorSpec(input_name, fixed[input_name], str(_type(param).dtype))
         for input_name, param in zip(names, params, strict=True)
     )
-    tasks = tasks_of_relax(mod, target)
     if not tasks:
         raise InputError(
             f"{name}: nothing to tune: the program has no function with a block and static shapes"

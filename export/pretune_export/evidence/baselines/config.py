@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pretune.bench.stats import spearman
-from pretune_export.train import ENOUGH, top_k
+from pretune_export.quality import ENOUGH, top_k
 
 
 @dataclass(frozen=True)
