@@ -193,6 +193,23 @@ def test_fidelity_takes_the_tasks_with_most_schedules(data):
     assert min(drawn["latencies"]) == pytest.approx(drawn["best"], rel=1e-3)
 
 
+def test_tasks_with_many_schedules_are_judged_apart(data, monkeypatch):
+    from pretune_export.evidence import fidelity
+
+    group = data.validation[0].groups[0]
+    latency = np.tile(group.latency, 9)
+    large = dataclasses.replace(
+        data.validation[0], task="f" * 16, groups=[dataclasses.replace(group, latency=latency)]
+    )
+    monkeypatch.setattr(fidelity, "MANY", len(latency))
+    found = dataclasses.replace(data, test=[large, *data.validation[1:3]])
+    assert fidelity.set_apart(found) == ({"test": found.test[1:], "validation": data.validation}, [large])
+    only = dataclasses.replace(data, test=[large])
+    assert fidelity.set_apart(only) == ({"test": [large], "validation": data.validation}, [large])
+    none = dataclasses.replace(data, test=[])
+    assert fidelity.set_apart(none) == ({"test": [], "validation": data.validation}, [])
+
+
 def test_subsets_are_nested_and_validate_alike(root, tmp_path):
     from pretune_export.dataset import read_machines, read_parquet
     from pretune_export.evidence.scaling import subset
@@ -290,7 +307,7 @@ def evaluation(root):
     invoke("baselines", root / "config.toml", run, "--only", "xgboost-regression")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pretune_export.processes.CHUNK", 100)  # starting processes takes longer than encoding
-        patch.setattr("pretune_export.evaluate.MANY", 20)
+        patch.setattr("pretune_export.evidence.fidelity.MANY", 20)
         invoke("scaling", root / "config.toml", run, "--tasks", 4, "--schedules", 8)
         invoke("evaluate", root / "config.toml", run)
     return json.loads((run / "evaluation.json").read_text())

@@ -21,7 +21,7 @@ from pretune_export.batches import make_batch
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import TaskData
 from pretune_export.encoded import Machine, data_key, load_data
-from pretune_export.evidence.fidelity import FIGURES, MANY, TASKS, fidelity, with_many_schedules
+from pretune_export.evidence.fidelity import FIGURES, fidelity, set_apart
 from pretune_export.evidence.plots import draw
 from pretune_export.evidence.ranking import figures, judge, rankable
 from pretune_export.evidence.scaling import count
@@ -91,8 +91,7 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
     def score(task: TaskData) -> np.ndarray:
         return score_task(net, task, data.machines)[0]
 
-    many = with_many_schedules(data.test if rankable(data.test) else data.validation, TASKS, MANY)
-    ranked = {"test": _others(data.test, many), "validation": _others(data.validation, many)}
+    ranked, many = set_apart(data)
     splits: dict[str, Any] = {}
     for split, tasks in ranked.items():
         if rankable(tasks):
@@ -162,15 +161,6 @@ def _gain(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str,
     found = bootstrap((difference,), np.mean, method="percentile", rng=np.random.default_rng(0))
     low, high = found.confidence_interval
     return {"mean": float(np.mean(difference)), "low": float(low), "high": float(high)}
-
-
-def _others(tasks: list[TaskData], many: list[TaskData]) -> list[TaskData]:
-    """Tasks for the ranking: those with many schedules, chosen another way, are judged apart (`fidelity`).
-
-    Where there are no others, it is those.
-    """
-    apart = {id(task) for task in many}
-    return [task for task in tasks if id(task) not in apart] or tasks
 
 
 def _rows(found: dict[str, Any], tasks: list[TaskData]) -> list[dict[str, Any]]:

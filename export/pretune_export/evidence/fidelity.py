@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from pretune_export.dataset import TaskData
-from pretune_export.evidence.ranking import Scorer, judge
+from pretune_export.encoded import Data
+from pretune_export.evidence.ranking import Scorer, judge, rankable
 
 FIGURES = ("spearman", "kendall", "top1", "top5", "top10")
 
@@ -27,6 +28,19 @@ TASKS = 12
 
 MANY = 200
 """A task with fewer schedules is no evidence of it."""
+
+
+def set_apart(data: Data) -> tuple[dict[str, list[TaskData]], list[TaskData]]:
+    """Tasks whose ranking is judged, by split, and the `TASKS` with the most schedules, for fidelity.
+
+    Those were chosen another way, so a ranking is judged without them where there are others.
+    """
+    many = with_many_schedules(data.test if rankable(data.test) else data.validation, TASKS, MANY)
+    apart = {id(task) for task in many}
+    return {
+        split: [task for task in tasks if id(task) not in apart] or tasks
+        for split, tasks in (("test", data.test), ("validation", data.validation))
+    }, many
 
 
 def with_many_schedules(tasks: Sequence[TaskData], count: int, least: int) -> list[TaskData]:

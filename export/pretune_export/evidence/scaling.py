@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import Dataset, TaskData, compact
 from pretune_export.encoded import load_data
+from pretune_export.evidence.fidelity import set_apart
 from pretune_export.evidence.ranking import judge
 from pretune_export.quality import score_task
 from pretune_export.train import load_best, train
@@ -97,12 +98,13 @@ def scaling(
     for varied, n in points:
         work = out / "scaling" / f"{varied}-{n}"
         folders = subset(config.datasets, work / "data", **{varied: n}, seed=config.seed)
-        part = msgspec.structs.replace(config, datasets=folders)
+        settings = msgspec.structs.replace(config, datasets=folders)
         cache = work / "encoded.pickle"
-        train(part, work, cache=cache)
-        data = load_data(part, cache)
-        net = load_best(work, part)
-        held_out = data.test or data.validation
+        train(settings, work, cache=cache)
+        data = load_data(settings, cache)
+        net = load_best(work, settings)
+        ranked, _ = set_apart(data)
+        held_out = ranked["test"] or ranked["validation"]
         found = judge(lambda task: score_task(net, task, data.machines)[0], held_out)  # noqa: B023
         rows.append({"varied": varied, **count(data.train), **found["mean"]})
         (out / "scaling.json").write_text(json.dumps(rows, indent=1) + "\n")
