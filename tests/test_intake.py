@@ -474,7 +474,8 @@ def test_half_precision_of_pytorch_accumulates_in_float32(dtype):
 
     torch.manual_seed(0)
     net = Net().to(getattr(torch, dtype)).eval()
-    for values in (net.norm.running_mean, net.norm.running_var, net.norm.weight, net.norm.bias):
+    batch = (net.norm.running_mean, net.norm.running_var, net.norm.weight, net.norm.bias)
+    for values in (*batch, net.last.weight, net.last.bias):
         torch.nn.init.uniform_(values, 0.5, 2.0)
     x = torch.randn(1, 2, 6, 6, dtype=getattr(torch, dtype))
     program = program_from_exported(torch.export.export(net, (x,)))
@@ -490,6 +491,27 @@ def test_half_precision_of_pytorch_accumulates_in_float32(dtype):
     np.testing.assert_allclose(
         output.astype("float32"), net(x).detach().float().numpy(), rtol=0.05, atol=0.05
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_norm_of_a_constant(dtype):
+    torch = pytest.importorskip("torch")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(8)
+
+        def forward(self, x):
+            return x + self.norm(torch.arange(32.0).reshape(4, 8).sin().to(x.dtype))
+
+    net = Net().to(getattr(torch, dtype)).eval()
+    x = torch.randn(4, 8, dtype=getattr(torch, dtype))
+    program = program_from_exported(torch.export.export(net, (x,)))
+    given = x.float().numpy().astype(getattr(ml_dtypes, dtype, dtype))
+    (output,) = run_program(compile_program(program, TARGET), [given])
+    expected = net(x).detach().float().numpy()
+    np.testing.assert_allclose(output.astype("float32"), expected, rtol=0.05, atol=0.05)
 
 
 def test_an_operator_without_a_program_for_its_types_is_an_input_error():

@@ -141,6 +141,7 @@ def _fold_constants(module: Any) -> None:
         setattr(module, name, relax.const(array))
         with module.graph.inserting_before(node):
             constant = module.graph.get_attr(name)
+        constant.meta["val"] = node.meta["val"]
         for user in [user for user in node.users if user not in values]:
             user.replace_input_with(node, constant)
     module.graph.eliminate_dead_code()
@@ -178,7 +179,7 @@ def _widen_norms(module: Any) -> None:
     for node in list(module.graph.nodes):
         if str(node.target) != "aten.native_layer_norm.default":
             continue
-        if node.args[0].meta["val"].dtype != torch.bfloat16:
+        if node.meta["val"][0].dtype != torch.bfloat16:
             continue
         with module.graph.inserting_before(node):
             for argument in node.all_input_nodes:
