@@ -204,6 +204,12 @@ def test_tasks_with_many_schedules_are_judged_apart(data, monkeypatch):
     monkeypatch.setattr(fidelity, "MANY", len(latency))
     found = dataclasses.replace(data, test=[large, *data.validation[1:3]])
     assert fidelity.set_apart(found) == ({"test": found.test[1:], "validation": data.validation}, [large])
+    twin = dataclasses.replace(large)  # as on another machine
+    found = dataclasses.replace(data, test=[large, twin, *data.validation[1:3]])
+    assert fidelity.set_apart(found)[0]["test"] == found.test[2:]
+    tiny = dataclasses.replace(large, groups=[dataclasses.replace(group, latency=group.latency[:2])])
+    found = dataclasses.replace(data, test=[large, tiny])
+    assert fidelity.set_apart(found)[0]["test"] == found.test  # what is left cannot be ranked
     only = dataclasses.replace(data, test=[large])
     assert fidelity.set_apart(only) == ({"test": [large], "validation": data.validation}, [large])
     none = dataclasses.replace(data, test=[])

@@ -116,10 +116,8 @@ def evaluate(config: TrainConfig, run: Path, out: Path) -> dict[str, Any]:
     if many:
         result["fidelity"] = fidelity(score, many)
         if baselines:
-            result["fidelity"]["baselines"] = {
-                name: {f: figures(_rows(found[main], many))[f] for f in FIGURES}
-                for name, found in baselines["baselines"].items()
-            }
+            means = {name: figures(_rows(b[main], many)) for name, b in baselines["baselines"].items()}
+            result["fidelity"]["baselines"] = {n: {f: mean[f] for f in FIGURES} for n, mean in means.items()}
     if ablations := _part(run, "ablations"):
         result["ablations"] = ablations
     if scaling := _part(run, "scaling"):

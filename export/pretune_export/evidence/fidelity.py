@@ -33,14 +33,15 @@ MANY = 200
 def set_apart(data: Data) -> tuple[dict[str, list[TaskData]], list[TaskData]]:
     """Tasks whose ranking is judged, by split, and the `TASKS` with the most schedules, for fidelity.
 
-    Those were chosen another way, so a ranking is judged without them where there are others.
+    Tasks with so many schedules were chosen another way, so a ranking is judged without any of them where
+    there are others.
     """
     many = with_many_schedules(data.test if rankable(data.test) else data.validation, TASKS, MANY)
-    apart = {id(task) for task in many}
-    return {
-        split: [task for task in tasks if id(task) not in apart] or tasks
-        for split, tasks in (("test", data.test), ("validation", data.validation))
-    }, many
+    ranked = {}
+    for split, tasks in (("test", data.test), ("validation", data.validation)):
+        others = [task for task in tasks if _schedules(task) < MANY]
+        ranked[split] = others if rankable(others) else tasks
+    return ranked, many
 
 
 def with_many_schedules(tasks: Sequence[TaskData], count: int, least: int) -> list[TaskData]:

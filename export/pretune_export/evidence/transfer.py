@@ -18,6 +18,7 @@ from pretune.errors import OptionError
 from pretune_export.config import TrainConfig
 from pretune_export.dataset import Dataset, compact
 from pretune_export.encoded import ENCODED_BY, Data, load_data
+from pretune_export.evidence.fidelity import set_apart
 from pretune_export.evidence.ranking import judge
 from pretune_export.evidence.scaling import count
 from pretune_export.finetune.plan import FINE_TUNING, SCHEDULES
@@ -151,4 +152,4 @@ def transfer(config: TrainConfig, out: Path, *, base: Path, schedules: Sequence[
 
 
 def _figures(net: WorldModelNet, data: Data) -> dict[str, float]:
-    return judge(lambda task: score_task(net, task, data.machines)[0], data.test)["mean"]
+    return judge(lambda task: score_task(net, task, data.machines)[0], set_apart(data)[0]["test"])["mean"]
