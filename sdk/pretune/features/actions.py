@@ -174,15 +174,15 @@ class ActionEncoder:
     def summarise(self, env: Env) -> np.ndarray:
         """The ranker's view of all actions together: float32 ``[n, len(SUMMARY)]``."""
         out = np.zeros((env.n, len(SUMMARY)), dtype=np.float32)
-        nests = [out[:, i * len(NEST) : (i + 1) * len(NEST)] for i in range(2)]
-        nests += [np.empty((env.n, len(NEST)), dtype=np.float32) for _nest in self._final[2:MAX_POSTPROC]]
         left = self._final[:MAX_POSTPROC]
-        for features, nest in zip(nests, left, strict=False):
+        nests = [out[:, i * len(NEST) : (i + 1) * len(NEST)] for i in range(len(left[:2]))]
+        nests += [np.empty((env.n, len(NEST)), dtype=np.float32) for _nest in left[2:]]
+        for features, nest in zip(nests, left, strict=True):
             self._describe_nest(features, nest, env, unrolled=True)
         if len(left) > 2:
             out[:, 2 * len(NEST) : 3 * len(NEST)] = functools.reduce(np.maximum, nests[2:])
         tail = 3 * len(NEST)
-        if self._final:
+        if left:
             out[:, tail : tail + len(BLOCK)] = describe_block(
                 self._final[0], self._share.get(id(self._final[0]), 0.0)
             )
@@ -194,7 +194,7 @@ class ActionEncoder:
         out[:, tail + 2] = "meta_schedule.parallel" in self._annotated
         if left:
             depths = [-1.0 if nest.depth is None else env.get(nest.depth) for nest in left]
-            out[:, tail + 3 :] = together(nests[: len(left)], depths, self.cores)
+            out[:, tail + 3 :] = together(nests, depths, self.cores)
         return out
 
     # -- following the trace ---------------------------------------------------------------------------------
@@ -251,7 +251,8 @@ class ActionEncoder:
     def _do_getloops(self, inputs: list, attrs: list, outputs: list) -> None:
         nest = self._values.get(inputs[0])
         loops = list(nest.loops) if isinstance(nest, Nest) else []
-        # Of those that are no loops, as under a fixed location, and those for which TVM makes none.
+        # Where more are known than TVM names, those that are surely absent, as under a fixed location, go
+        # first, then those of one iteration.
         for surely in (_is_absent, _is_trivial):
             gone = [loop for loop in loops if surely(loop)][: max(len(loops) - len(outputs), 0)]
             loops = [loop for loop in loops if loop not in gone]
@@ -566,7 +567,7 @@ class ActionEncoder:
                 if (other.loops, other.accesses, other.axes, other.ops) == (
                     frozen.loops, frozen.accesses, frozen.axes, frozen.ops
                 ):  # fmt: skip
-                    frozen.shape = other.shape  # Only the cuts differ.
+                    frozen.shape = other.shape  # Only what hangs under them differs.
                     break
             self._frozen[key] = frozen
         return self._frozen[key]
@@ -577,8 +578,8 @@ class ActionEncoder:
         found = [path for path in paths if path is not None]
 
         def evaluate(env: Env) -> Value:
-            together = [functools.reduce(np.minimum, map(env.get, path), np.inf) for path in found]
-            return np.less(functools.reduce(np.maximum, together, -np.inf), 0.0)
+            shares = [functools.reduce(np.minimum, map(env.get, path), np.inf) for path in found]
+            return np.less(functools.reduce(np.maximum, shares, -np.inf), 0.0)
 
         return Extent(evaluate, frozenset().union(*(depth.slots for path in found for depth in path)))
 

@@ -313,7 +313,7 @@ class Nest:
         """All decision slots that the nest's shape depends on."""
         out = frozenset().union(*(c.slots for c in self.components))
         present = [loop.present for loop in self.loops]
-        for extra in (*present, self.inlined, self.at_root, self.alone, self.depth, *self.all_cuts()):
+        for extra in (*present, self.inlined, self.at_root, self.alone, *self.all_cuts()):
             out = out | extra.slots if extra is not None else out
         return out
 

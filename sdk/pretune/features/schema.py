@@ -69,7 +69,7 @@ TOGETHER = (
     "all_work", "lane_work", "thread_work", *(f"bytes_{c}" for c in range(len(CAPACITIES))), "launches",
     "main_share",
 )  # fmt: skip
-"""Of all blocks of a program together (see `pretune.features.summary.together`)."""
+"""Of the costliest blocks of a program together (see `pretune.features.summary.together`)."""
 
 # What the ranker sees of all actions together.
 SUMMARY = (

@@ -303,7 +303,8 @@ class Summary:
     whole : numpy.ndarray
         bool ``[n]``, where all loops become a parallel one and the vector.
     inside : numpy.ndarray
-        uint8 ``[n]``, how many of the walk's levels hold no other block and are not parallel.
+        uint8 ``[n]``, how many of the innermost levels lie within every loop that holds another block or is
+        parallel.
     which : numpy.ndarray
         Which of the walk's candidates they are: int ``[n]``.
     """
@@ -348,18 +349,19 @@ def summarise(
         walk = env.walks[nest.shape] = Walk(nest.shape, env)
     points, rows = walk.points, walk.rows
     cuts = [env.get(cut) for cut in nest.all_cuts()]
+    held: Value = functools.reduce(np.maximum, cuts, -1.0)  # the innermost loop that holds another block
 
-    depth, lengths, first = _vector(nest, walk, cuts, vector_limit)
+    depth, lengths, first = _vector(nest, walk, held, vector_limit)
     vector, *runs = pick(points, np.stack([depth, *lengths]))
     fused: Value = 1.0 if parallel is None else parallel
     # Nothing is unrolled across a loop that holds another block, nor across a parallel one.
-    bound: Value = functools.reduce(np.maximum, cuts, -1.0)
+    bound = held
     whole: np.ndarray | None = None
     if parallel is None and parallel_limit > 0:
         fused, last = _fused(nest, env, cuts, first, parallel_limit)
         bound = np.maximum(bound, last)
         if vector_limit > 1:
-            whole = _whole(nest, walk, cuts)
+            whole = _whole(nest, walk, held)
     if whole is not None:
         fused = np.where(whole, np.ceil(points[-1] / vector_limit), fused)
         vector = np.where(whole, np.float32(vector_limit), vector)
@@ -448,15 +450,15 @@ def unroll(summary: Summary, limit: Value) -> np.ndarray:
 
     loads, broadcast, contiguous = np.zeros((3, ACCESSES, len(which)), dtype=np.float32)
     for k, elements in enumerate(walk.elements(slice(int(body.max(initial=0)) + 1))):
-        touched, together = at(elements, body), at(elements, in_vector)
+        touched, by_vector = at(elements, body), at(elements, in_vector)
         is_ramp = summary.features[:, _N[f"vector_whole_{k}"]] > 0
         # Lanes that are neither consecutive nor one element are gathered one by one.
-        loaded = np.where(is_ramp, touched / together * np.ceil(together / REGISTER_LANES), touched)
+        loaded = np.where(is_ramp, touched / by_vector * np.ceil(by_vector / REGISTER_LANES), touched)
         loads[k] = np.log2(np.maximum(loaded * lanes / (size * per_vector), 2.0**-12)) * 0.125
     stride = walk.strides.take(rolled, axis=1)
     broadcast[: len(stride)] = stays = stride == 0
-    goes_on = (stride == 1) & np.array([at(fresh, rolled) for fresh in walk.fresh]).reshape(stride.shape)
-    contiguous[: len(stride)] = goes_on
+    fresh = np.array([at(one, rolled) for one in walk.fresh], dtype=bool).reshape(stride.shape)
+    contiguous[: len(stride)] = goes_on = (stride == 1) & fresh
     vectorisable = (vector == 1.0) & ~is_reduce & (stays | goes_on).all(0) & (contiguous[0] > 0)
     found = np.stack(
         [
@@ -500,11 +502,12 @@ _TOGETHER_OF = [_N["work"], _N["vector"], _N["points"], *range(*_TRAFFIC.indices
 
 
 def together(nests: Sequence[np.ndarray], depths: Sequence[Value], cores: int) -> np.ndarray:
-    """What the blocks of a program amount to: features `schema.TOGETHER`.
+    """What the costliest blocks of a program amount to: features `schema.TOGETHER`.
 
     Work is counted as it is (``all_work``), in registers full of lanes (``lane_work``), and as the thread
-    with most of it has it (``thread_work``); bytes as those moved into each of the imagined memories. Each
-    block that has a parallel loop of its own starts threads anew (``launches``).
+    with most of it has it (``thread_work``); bytes as those moved into each of the imagined memories. A block
+    that is inlined counts for nothing, though its consumer then does its work. Each block that has a parallel
+    loop of its own starts threads anew (``launches``).
 
     Parameters
     ----------
@@ -584,9 +587,9 @@ class _Lanes:
 
 
 def _vector(
-    nest: Nest, walk: Walk, cuts: Sequence[Value], limit: float
+    nest: Nest, walk: Walk, held: Value, limit: float
 ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-    """What becomes the vector.
+    """What becomes the vector: no loop as far out as `held`, whose body holds another block too.
 
     Returns
     -------
@@ -601,12 +604,9 @@ def _vector(
     depth, goes_on = np.zeros(n, dtype=np.uint8), np.ones(n, dtype=bool)
     lengths = [depth.copy() for _access in nest.shape.rank]
     first = np.full(n, np.inf, dtype=np.float32)
-    # No vector across a loop whose body holds another block too.
-    cut: Value = functools.reduce(np.maximum, cuts, -1.0)
     for i, (_position, component) in enumerate(walk.levels):
         position = walk.positions[i]
-        if cuts:
-            goes_on &= np.greater(position, cut)
+        goes_on &= np.greater(position, held)
         if not component.is_reduce:
             goes_on &= walk.points[i + 1] <= limit
         if not goes_on.any():
@@ -620,16 +620,14 @@ def _vector(
     return depth, lengths, first
 
 
-def _whole(nest: Nest, walk: Walk, cuts: Sequence[Value]) -> np.ndarray | None:
+def _whole(nest: Nest, walk: Walk, held: Value) -> np.ndarray | None:
     """Where all loops become one, which is split into a parallel loop and a vector; None if nowhere.
 
     That is where none is a reduction or holds another block, and all could join one vector.
     """
     if any(component.is_reduce for _position, component in nest.shape.levels):
         return None
-    whole = walk.points[-1] > 1.0
-    for cut in cuts:
-        whole &= np.less(cut, 0.0)
+    whole = (walk.points[-1] > 1.0) & np.less(held, 0.0)
     for i in range(len(walk.levels)):
         if not whole.any():
             return None
